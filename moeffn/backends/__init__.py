@@ -1,0 +1,59 @@
+"""The backends and the one function that chooses among them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from .. import checks
+from .base import Backend, Grads, Needs
+
+__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "get", "resolve"]
+
+BACKENDS = {
+    "reference": ("reference", "ReferenceBackend"),
+    "torch": ("torch", "TorchBackend"),
+    "native": ("native", "NativeBackend"),
+    "triton": ("triton", "TritonBackend"),
+}
+_AUTO = {"cpu": ("native", "torch"), "cuda": ("triton", "torch")}
+
+
+@functools.cache
+def get(name: str) -> Backend:
+    """The backend of that name (one instance a process). ValueError for a name that does not exist."""
+    checks.one_of("backend", name, BACKENDS)
+    module, cls = BACKENDS[name]
+    return getattr(importlib.import_module(f".{module}", __name__), cls)()
+
+
+@functools.cache
+def available(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None when backend `name` can run on this device and dtype here, else the reason."""
+    try:
+        return get(name).unavailable(device, dtype)
+    except ImportError as error:
+        return f"not built or not installed ({error})"
+
+
+@torch.compiler.assume_constant_result
+def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that will run: "auto" takes the first available of native, torch on a CPU and triton, torch on a GPU.
+
+    A backend asked for by name is taken or refused: ValueError with the reason, never another.
+    """
+    return _resolve(backend, device, dtype)
+
+
+@functools.cache
+def _resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    if backend == "auto":
+        order = _AUTO.get(device.type, ("torch",))
+        return next(name for name in order if available(name, device, dtype) is None)
+    checks.one_of("backend", backend, ("auto", *BACKENDS))
+    reason = available(backend, device, dtype)
+    if reason is not None:
+        raise checks.bad("backend", f"one that runs on {device} in {dtype}", f"{backend!r}: {reason}")
+    return backend

@@ -1,0 +1,65 @@
+"""The protocol between `functional` and the backends: raw tensors and a Plan in, raw tensors out, no autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import ExpertWeights, Plan
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients a backward must produce; the others must cost nothing."""
+
+    x: bool = True
+    weights: bool = True
+    w_in: bool = True
+    w_out: bool = True
+    b_in: bool = True
+    b_out: bool = True
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients asked for in `Needs`, None otherwise. x in x's dtype, weights in theirs, w_* and b_* in the parameter's.
+
+    As the argument `into` of `Backend.backward`: contiguous buffers of the same shapes, in the parameter's dtype or
+    float32, to which w_* and b_* gradients are added in place; those come back as None.
+    """
+
+    x: Tensor | None = None
+    weights: Tensor | None = None
+    w_in: Tensor | None = None
+    w_out: Tensor | None = None
+    b_in: Tensor | None = None
+    b_out: Tensor | None = None
+
+
+class Backend(Protocol):
+    """One way to run the experts. `x` and `dy` are (T, D) of one floating dtype, of any strides; the expert weights may
+    have another dtype than x and any strides; sums are kept in float32 (float64 for float64 inputs).
+
+    Rows of the expert-sorted buffer follow `Plan`; T*K = N slots, and slot s belongs to token s // K.
+    """
+
+    name: str
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None when the backend can run on this device and dtype, else the reason in a few words."""
+
+    def plan(self, experts: Tensor, num_experts: int) -> Plan:
+        """experts (T, K) int32 -> Plan. Ids below 0 or from num_experts on are dropped."""
+
+    def forward(self, x: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *, apply_to: str, save: bool
+                ) -> tuple[Tensor, Tensor | None]:
+        """-> y (T, D) in x.dtype and, when `save`, the pre-activations h (N, 2F | F) in x.dtype, in row order with
+        the columns in the order of w_in's rows (rows from offsets[E] on hold anything)."""
+
+    def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
+                 apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
+        """Gradients of `forward` from what it saved. x is None when neither w_in's gradient nor apply_to="input" asks
+        for it. Experts without rows get gradients of exactly zero."""

@@ -1,0 +1,265 @@
+"""Backend "torch": plain torch on any device. Loops over experts that have rows, never over E.
+
+On a GPU the loop would read the counts on the host, so there F.grouped_mm takes its place where it can run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..config import Activation, Layout
+from ..permute import gather_tokens, sorted_plan, sum_dtype, weighted_sum
+from ..types import ExpertWeights, Plan
+from .base import Grads, Needs
+
+
+class TorchBackend:
+    name = "torch"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def plan(self, experts: Tensor, num_experts: int) -> Plan:
+        return sorted_plan(experts, num_experts)
+
+    def forward(self, x: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *, apply_to: str, save: bool
+                ) -> tuple[Tensor, Tensor | None]:
+        T, D = x.shape
+        N, width = plan.num_slots, experts.w_in.shape[1]
+        h = x.new_empty((N, width)) if save else None
+        rows_out = x.new_empty((N, D))
+        for e, a, b in active_experts(plan):
+            slots = plan.slot_of_row[a:b]
+            xe = x.index_select(0, slots // (N // T))
+            if apply_to == "input":
+                xe = (xe * weights.reshape(-1)[slots, None]).to(x.dtype)
+            he = None if h is None else h[a:b]
+            he = _linear(xe, experts.w_in[e], None if experts.b_in is None else experts.b_in[e], he)
+            ae = activate(he, experts.activation, experts.layout)
+            _linear(ae, experts.w_out[e], None if experts.b_out is None else experts.b_out[e], rows_out[a:b])
+        w = None if apply_to == "input" else weights
+        return weighted_sum(rows_out, plan.row_of_slot, w, T).to(x.dtype), h
+
+    def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
+                 apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
+        T, D = dy.shape
+        N, K = plan.num_slots, plan.num_slots // max(1, T)
+        wide = sum_dtype(dy, weights)
+        flat_w = weights.reshape(-1)
+        out = _Outputs(experts, needs, into)
+        dx_rows = dy.new_empty((N, D)) if needs.x else None
+        dots = torch.zeros(N, dtype=wide, device=dy.device) if needs.weights else None
+        on_input = apply_to == "input"
+        for e, a, b in active_experts(plan):
+            slots = plan.slot_of_row[a:b]
+            tokens = slots // K
+            dye = dy.index_select(0, tokens)
+            w = flat_w[slots, None].to(wide)
+            da = torch.mm(dye, _as(experts.w_out[e], dye)).to(wide)
+            act, dh = activate_backward(h[a:b].to(wide), da, experts.activation, experts.layout)
+            if dots is not None and not on_input:
+                dots[a:b] = (da * act).sum(1)
+                if experts.b_out is not None:
+                    dots[a:b] += torch.mv(dye.to(wide), experts.b_out[e].to(wide))
+            out.outer("w_out", e, dye, (act if on_input else act * w).to(dye.dtype))
+            out.column_sum("b_out", e, dye.to(wide) if on_input else dye.to(wide) * w)
+            if not on_input:
+                dh = dh * w
+            out.column_sum("b_in", e, dh)
+            dh = dh.to(dye.dtype)
+            if needs.w_in:
+                assert x is not None
+                xe = x.index_select(0, tokens)
+                out.outer("w_in", e, dh, (xe * w).to(x.dtype) if on_input else xe)
+            if dx_rows is not None or (on_input and dots is not None):
+                dxe = torch.mm(dh, _as(experts.w_in[e], dh))
+                if on_input and dots is not None:
+                    assert x is not None
+                    dots[a:b] = (dxe.to(wide) * x.index_select(0, tokens).to(wide)).sum(1)
+                if dx_rows is not None:
+                    dx_rows[a:b] = dxe
+        dx = dw = None
+        if dx_rows is not None:
+            dx = weighted_sum(dx_rows, plan.row_of_slot, weights if on_input else None, T).to(dy.dtype)
+        if dots is not None:
+            index = plan.row_of_slot
+            dw = dots.new_zeros(N)
+            if N:
+                dw = torch.where(index >= 0, dots[index.clamp(min=0)], dw)
+            dw = dw.view(weights.shape).to(weights.dtype)
+        return Grads(x=dx, weights=dw, **out.finish(plan))
+
+
+def active_experts(plan: Plan) -> list[tuple[int, int, int]]:
+    """(expert, first row, end row) of every expert that has rows. Reads the counts on the host."""
+    bounds = plan.offsets.tolist()
+    return [(e, a, b) for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if b > a]
+
+
+def _as(weight: Tensor, like: Tensor) -> Tensor:
+    return weight if weight.dtype == like.dtype else weight.to(like.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x (n, i) · weight (o, i)ᵀ + bias (o,) into `out` when given."""
+    wt = _as(weight, x).t()
+    if bias is None:
+        return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
+    bias = _as(bias, x)
+    return torch.addmm(bias, x, wt, out=out) if out is not None else torch.addmm(bias, x, wt)
+
+
+class _Outputs:
+    """Parameter gradients of one backward: written expert by expert, zeros only where an expert had no rows."""
+
+    def __init__(self, experts: ExpertWeights, needs: Needs, into: Grads | None) -> None:
+        self.fresh: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        for name, param in experts.named_tensors():
+            if not getattr(needs, name):
+                continue
+            given = getattr(into, name) if into else None
+            if given is None:
+                self.fresh[name] = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            else:
+                self.buffers[name] = given
+
+    def outer(self, name: str, e: int, left: Tensor, right: Tensor) -> None:
+        """leftᵀ (o, n) · right (n, i) into gradient `name` of expert e."""
+        if name in self.fresh:
+            out = self.fresh[name][e]
+            if out.dtype == left.dtype:
+                torch.mm(left.t(), right, out=out)
+            else:
+                out.copy_(torch.mm(left.t().to(out.dtype), right.to(out.dtype)))
+        elif name in self.buffers:
+            buffer = self.buffers[name][e]
+            buffer.addmm_(left.t().to(buffer.dtype), right.to(buffer.dtype))
+
+    def column_sum(self, name: str, e: int, rows: Tensor) -> None:
+        if name in self.fresh:
+            self.fresh[name][e] = rows.sum(0).to(self.fresh[name].dtype)
+        elif name in self.buffers:
+            self.buffers[name][e] += rows.sum(0).to(self.buffers[name].dtype)
+
+    def finish(self, plan: Plan) -> dict[str, Tensor]:
+        if self.fresh:
+            idle = [e for e, c in enumerate(plan.counts.tolist()) if c == 0]
+            for grad in self.fresh.values():
+                if len(idle) == plan.num_experts:
+                    grad.zero_()
+                else:
+                    for e in idle:
+                        grad[e].zero_()
+        return self.fresh
+
+
+def halves(h: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Gate and up views of a gated pre-activation (…, 2F)."""
+    if layout is Layout.INTERLEAVED:
+        return h[..., 0::2], h[..., 1::2]
+    F = h.shape[-1] // 2
+    return h[..., :F], h[..., F:]
+
+
+def activate(h: Tensor, act: Activation, layout: Layout) -> Tensor:
+    """Pre-activation (…, 2F | F) -> (…, F) in h's dtype, computed in float32 at least."""
+    if not act.gated:
+        return _unary(h, act).to(h.dtype)
+    wide = sum_dtype(h)
+    gate, up = (t.to(wide) for t in halves(h, layout))
+    if act.softcap_gate or act.softcap_up:
+        gate = _softcap(gate, act.softcap_gate) * torch.sigmoid(gate)
+        return (gate * _softcap(up, act.softcap_up)).to(h.dtype)
+    if act.limit is not None:
+        up = up.clamp(-act.limit, act.limit)
+        if not act.limit_after:
+            gate = gate.clamp(max=act.limit)
+    gate = _unary(gate, act)
+    if act.limit_after:
+        gate = gate.clamp(max=act.limit)
+    return (gate * (up + act.up_offset) if act.up_offset else gate * up).to(h.dtype)
+
+
+def activate_backward(h: Tensor, da: Tensor, act: Activation, layout: Layout) -> tuple[Tensor, Tensor]:
+    """h (n, 2F | F), da (n, F), both wide -> the activation a (n, F) recomputed, and dh (n, 2F | F)."""
+    if not act.gated:
+        a, slope = _unary_with_slope(h, act)
+        return a, da * slope
+    gate, up = halves(h, layout)
+    dh = torch.empty_like(h)
+    d_gate, d_up = halves(dh, layout)
+    if act.softcap_gate or act.softcap_up:
+        cg, cu = _softcap(gate, act.softcap_gate), _softcap(up, act.softcap_up)
+        s = torch.sigmoid(gate)
+        value, slope = cg * s, _softcap_slope(cg, act.softcap_gate) * s + cg * s * (1 - s)
+        torch.mul(da, slope * cu, out=d_gate)
+        torch.mul(da, value * _softcap_slope(cu, act.softcap_up), out=d_up)
+        return value * cu, dh
+    up_in, gate_in = up, gate
+    if act.limit is not None:
+        up = up.clamp(-act.limit, act.limit)
+        if not act.limit_after:
+            gate = gate.clamp(max=act.limit)
+    value, slope = _unary_with_slope(gate, act)
+    if act.limit is not None:
+        # torch's clamp passes the gradient on the boundary itself
+        clamped = value if act.limit_after else gate_in
+        slope = torch.where(clamped <= act.limit, slope, 0.0)
+        value = value.clamp(max=act.limit) if act.limit_after else value
+    up = up + act.up_offset
+    torch.mul(da, slope * up, out=d_gate)
+    d = da * value
+    d_up.copy_(d if act.limit is None else torch.where(up_in.abs() <= act.limit, d, 0.0))
+    return value * up, dh
+
+
+def _softcap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def _softcap_slope(capped: Tensor, cap: float | None) -> Tensor | float:
+    return 1.0 if cap is None else 1 - (capped / cap).square()
+
+
+def _unary(x: Tensor, act: Activation) -> Tensor:
+    match act.kind:
+        case "silu":
+            return torch.nn.functional.silu(x) if act.alpha == 1.0 else x * torch.sigmoid(act.alpha * x)
+        case "gelu":
+            return torch.nn.functional.gelu(x)
+        case "gelu_tanh":
+            return torch.nn.functional.gelu(x, approximate="tanh")
+        case "relu":
+            return torch.relu(x)
+        case "relu2":
+            return torch.relu(x).square()
+        case "sigmoid":
+            return torch.sigmoid(x)
+    return x
+
+
+def _unary_with_slope(x: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative at x."""
+    y = _unary(x, act)
+    match act.kind:
+        case "silu":
+            s = torch.sigmoid(act.alpha * x)
+            return y, s + act.alpha * y * (1 - s)
+        case "gelu":
+            cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+            return y, cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        case "gelu_tanh":
+            c = math.sqrt(2 / math.pi)
+            t = torch.tanh(c * (x + 0.044715 * x * x * x))
+            return y, 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
+        case "relu":
+            return y, (x > 0).to(x.dtype)
+        case "relu2":
+            return y, 2 * torch.relu(x)
+        case "sigmoid":
+            return y, y * (1 - y)
+    return y, torch.ones_like(x)

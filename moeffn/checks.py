@@ -1,0 +1,90 @@
+"""Every message a user can get for a bad argument: it names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def bad(name: str, expected: str, got: object) -> ValueError:
+    """The ValueError for an argument `name`; the caller raises it."""
+    return ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def bad_type(name: str, expected: str, got: object) -> TypeError:
+    """The TypeError for an argument `name`; the caller raises it."""
+    return TypeError(f"{name}: expected {expected}, got {type(got).__name__} {got!r:.80}")
+
+
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise bad(name, "one of " + ", ".join(repr(a) for a in allowed), repr(value))
+
+
+def positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise bad_type(name, "an int", value)
+    if value < 1:
+        raise bad(name, "at least 1", value)
+
+
+def non_negative_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise bad_type(name, "an int", value)
+    if value < 0:
+        raise bad(name, "at least 0", value)
+
+
+def positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise bad_type(name, "a number", value)
+    if not value > 0:
+        raise bad(name, "a number above 0", value)
+
+
+def instance(name: str, value: object, cls: type | tuple[type, ...]) -> None:
+    if not isinstance(value, cls):
+        names = " or ".join(c.__name__ for c in (cls if isinstance(cls, tuple) else (cls,)))
+        raise bad_type(name, names, value)
+
+
+def layout(name: str, value: object, cls: Any) -> Any:
+    try:
+        return cls(value)
+    except ValueError:
+        raise bad(name, "'concat' or 'interleaved'", repr(value)) from None
+
+
+def tensor(name: str, value: object, ndim: int | None = None) -> None:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise bad_type(name, "a torch.Tensor", value)
+    if ndim is not None and value.ndim != ndim:
+        raise bad(name, f"{ndim} dimensions", f"shape {tuple(value.shape)}")
+
+
+def shape(name: str, value: Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    if tuple(value.shape) != expected:
+        raise bad(name, f"shape {expected} = {meaning}", f"shape {tuple(value.shape)}")
+
+
+def floating(name: str, value: Tensor) -> None:
+    if not value.dtype.is_floating_point:
+        raise bad_type(name, "a floating-point dtype", value.dtype)
+
+
+def index_dtype(name: str, value: Tensor) -> None:
+    import torch
+
+    if value.dtype not in (torch.int32, torch.int64):
+        raise bad_type(name, "int32 or int64", value.dtype)
+
+
+def same_device(name: str, value: Tensor, device: Any, other: str) -> None:
+    if value.device != device:
+        raise bad(name, f"device {device} (that of {other})", f"device {value.device}")
