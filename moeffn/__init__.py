@@ -11,13 +11,14 @@ _HOMES = {
     "config": ("Activation", "Layout", "MoEConfig", "RouterConfig", "SWIGLU", "GEGLU", "GEGLU_TANH", "REGLU", "GLU",
                "BILINEAR", "SWIGLU_OAI"),
     "types": ("Routing", "Plan", "ExpertWeights", "LoadStats"),
-    "functional": ("moe_ffn", "expert_ffn", "last_backend"),
+    "functional": ("moe_ffn", "expert_ffn", "dense_ffn", "last_backend"),
+    "layer": ("Router", "Experts", "MoEFFN", "DenseFFN"),
     "permute": ("plan", "permute", "unpermute"),
     "backends": ("Grads", "resolve"),
 }
 _MODULES = ("accounting", "backends", "reference", "testing")
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted([*_NAMES, *_MODULES])  # noqa: PLE0605
+__all__ = sorted([*_NAMES, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:

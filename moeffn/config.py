@@ -105,9 +105,9 @@ class RouterConfig:
     order          "score_topk": score all, pick the top k scores; "topk_score": pick the top k logits, score those
                    (softmax over the k, sigmoid each)
     num_groups, topk_groups, group_reduce, group_fill
-                   group-limited choice: keep the best `topk_groups` of `num_groups` equal groups; a group's worth is the
-                   "max" or the "sum_top2" of its (biased) scores; experts elsewhere get "zero" (a negative biased score
-                   then loses to them, as in DeepSeek V2) or "neg_inf" (never chosen, DeepSeek V3)
+                   group-limited choice: keep the best `topk_groups` of `num_groups` equal groups; a group's worth is
+                   the "max" or the "sum_top2" of its (biased) scores; experts elsewhere get "zero" (a negative biased
+                   score then loses to them, as in DeepSeek V2) or "neg_inf" (never chosen, DeepSeek V3)
     renormalize    divide the k weights by their sum (`norm_p` = 1) or p-norm; `renorm_eps` is added to the sum
                    ("add") or its floor ("clamp")
     scale          multiplies the final weights once
@@ -151,7 +151,8 @@ class RouterConfig:
         checks.non_negative_int("RouterConfig.num_shared", self.num_shared)
         classes = self.num_experts + self.num_identity_experts
         if self.top_k > classes:
-            raise checks.bad("RouterConfig.top_k", f"at most num_experts + num_identity_experts = {classes}", self.top_k)
+            raise checks.bad("RouterConfig.top_k", f"at most num_experts + num_identity_experts = {classes}",
+                             self.top_k)
         checks.one_of("RouterConfig.score", self.score, SCORES)
         checks.one_of("RouterConfig.order", self.order, ("score_topk", "topk_score"))
         checks.one_of("RouterConfig.group_reduce", self.group_reduce, ("max", "sum_top2"))
@@ -164,9 +165,11 @@ class RouterConfig:
             checks.positive("RouterConfig.logit_softcap", self.logit_softcap)
         self._check_groups(classes)
         if self.score == "sparsemixer" and (self.top_k != 2 or self.order != "score_topk" or self.num_groups > 1):
-            raise checks.bad("RouterConfig.score", "top_k=2, order 'score_topk', one group for 'sparsemixer'", f"{self}")
+            raise checks.bad("RouterConfig.score", "top_k=2, order 'score_topk', one group for 'sparsemixer'",
+                             f"{self}")
         if (self.score == "joint_logsigmoid") != (self.num_shared > 0):
-            raise checks.bad("RouterConfig.num_shared", "> 0 exactly when score is 'joint_logsigmoid'", self.num_shared)
+            raise checks.bad("RouterConfig.num_shared", "> 0 exactly when score is 'joint_logsigmoid'",
+                             self.num_shared)
         if self.score == "sqrtsoftplus" and self.order == "topk_score":
             raise checks.bad("RouterConfig.order", "'score_topk' with score 'sqrtsoftplus'", self.order)
 
@@ -196,7 +199,7 @@ class RouterConfig:
 class MoEConfig:
     """One MoE FFN block: `MoEFFN(MoEConfig(d_model=2048, d_expert=768, num_experts=128, top_k=8))`.
 
-    router          None: softmax, top-k, renormalised to sum 1 (Mixtral, Qwen3); else must agree on num_experts and top_k
+    router          None: softmax, top-k, renormalised to sum 1 (Mixtral, Qwen3); else of the same num_experts and top_k
     d_shared        hidden width of the shared expert added to every token; 0: none
     shared_gate     the shared expert is multiplied by sigmoid(x · w) (Qwen2-MoE)
     shared_combine  "sum", or "average": (routed + shared) / 2 (Cohere2)

@@ -15,7 +15,10 @@ from torch import Tensor
 from . import backends, checks, reference
 from .backends import Grads, Needs
 from .config import Activation, Layout
+from .dense import dense_ffn
 from .types import ExpertWeights, Plan, Routing
+
+__all__ = ["dense_ffn", "expert_ffn", "last_backend", "moe_ffn"]
 
 _last_backend = "none"
 
@@ -30,9 +33,9 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     """The mixture: x (…, D), T tokens -> (…, D), Σ_k weights[t, k] · expert_{experts[t, k]}(x_t).
 
     Slots with id -1 (or >= E) contribute nothing. Saves only x, the pre-activations and the routing for backward.
-    Output dtype: the autocast dtype inside `torch.autocast`, else x's; x and weights of different dtypes are computed in
-    the wider one. `grad_buffers` (w_in, w_out, b_in, b_out): contiguous buffers, in the parameter's dtype or float32,
-    to which parameter gradients are added in place of being returned. Forward only under torch.inference_mode.
+    Output dtype: the autocast dtype inside `torch.autocast`, else x's; x and weights of different dtypes are computed
+    in the wider one. `grad_buffers` (w_in, w_out, b_in, b_out): contiguous buffers, in the parameter's dtype or
+    float32, to which parameter gradients are added in place of being returned.
 
     Raises ValueError/TypeError for shapes, dtypes or devices that do not fit, or a backend that cannot run.
     Reference: `moeffn.reference.moe_ffn`.
@@ -220,7 +223,8 @@ def _backward_op(dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, offse
     ew = ExpertWeights(w_in, w_out, b_in, b_out, act, layout)
     plan = Plan(offsets.diff(), offsets, slot_of_row, row_of_slot)
     into = Grads(None, None, g_w_in, g_w_out, g_b_in, g_b_out)
-    grads = backends.get(backend).backward(dy, x, h, plan, weights, ew, apply_to=apply_to, needs=Needs(*needs), into=into)
+    grads = backends.get(backend).backward(dy, x, h, plan, weights, ew, apply_to=apply_to, needs=Needs(*needs),
+                                           into=into)
     found = (grads.x, grads.weights, grads.w_in, grads.w_out, grads.b_in, grads.b_out)
     return tuple(dy.new_empty((0,)) if g is None else g for g in found)  # type: ignore[return-value]
 
@@ -233,12 +237,12 @@ def _(dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, offsets: Tensor,
     likes = (dy, weights, w_in, w_out, b_in, b_out)
     buffers = (None, None, g_w_in, g_w_out, g_b_in, g_b_out)
     return tuple(  # type: ignore[return-value]
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) if n and t is not None and g is None else dy.new_empty((0,))
+        dy.new_empty(t.shape, dtype=t.dtype) if n and t is not None and g is None else dy.new_empty((0,))
         for t, n, g in zip(likes, needs, buffers, strict=True))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    (x, weights, offsets, slot_of_row, row_of_slot, w_in, w_out, b_in, b_out, *buffers, spec, backend, save) = inputs
+    (x, weights, offsets, slot_of_row, row_of_slot, w_in, w_out, b_in, b_out, *buffers, spec, backend, _) = inputs
     grad = ctx.needs_input_grad
     ctx.needs = [grad[0], grad[1], grad[5], grad[6], grad[7] and b_in is not None, grad[8] and b_out is not None]
     ctx.spec, ctx.backend, ctx.buffers = spec, backend, buffers

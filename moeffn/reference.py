@@ -6,6 +6,7 @@ shares code with what it judges: this file is the oracle of the tests, `moeffn b
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -80,7 +81,7 @@ def plan(experts: Tensor, num_experts: int) -> Plan:
     for row, slot in enumerate(slot_of_row):
         row_of_slot[slot] = row
     slot_of_row += [-1] * (len(flat) - len(slot_of_row))
-    counts = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    counts = [b - a for a, b in itertools.pairwise(offsets)]
     as_tensor = [torch.tensor(v, dtype=torch.int32, device=experts.device) for v in
                  (counts, offsets, slot_of_row, row_of_slot)]
     return Plan(*as_tensor)
@@ -111,7 +112,7 @@ def expert_ffn(rows: Tensor, offsets: Tensor, weights: ExpertWeights, *, row_wei
                backend: str = "auto") -> Tensor:
     """rows (R, D) grouped by offsets (E+1,) -> (R, D); rows from offsets[E] on come back as zeros."""
     bounds = offsets.tolist()
-    parts = [one_expert(rows[a:b], weights, e) for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    parts = [one_expert(rows[a:b], weights, e) for e, (a, b) in enumerate(itertools.pairwise(bounds))]
     parts.append(rows.new_zeros((rows.shape[0] - bounds[-1], rows.shape[1])).to(parts[0].dtype))
     y = torch.cat(parts)
     return (y if row_weights is None else row_weights[:, None] * y).to(rows.dtype)
@@ -158,7 +159,10 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
         weight_rows.append(torch.where(is_zero, weights * 0, weights))
         shared_rows.append(shared)
         ids[t] = torch.tensor([-1 if c >= config.num_experts else c for c in chosen], dtype=torch.int32)
-    stack = (lambda v, shape: torch.stack(v) if v else work.new_zeros(shape))
+
+    def stack(values: list[Tensor], empty: tuple[int, ...]) -> Tensor:
+        return torch.stack(values) if values else work.new_zeros(empty)
+
     identity = config.num_identity_experts and config.identity_kind == "identity"
     return Routing(
         ids, stack(weight_rows, (0, config.top_k)), raw if raw.dtype == torch.float64 else raw.float(), config.apply_to,
@@ -167,23 +171,23 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
     )
 
 
-def _route_token(l: Tensor, shared: Tensor, c: RouterConfig, bias: Tensor | None) -> tuple[list[int], Tensor, Tensor]:
-    """One token's class logits l (C,) and shared logits (S,) -> chosen ids, weights (K,), shared weights (S,)."""
-    l = torch.where(torch.isfinite(l), l, torch.full_like(l, _STAND_IN).copysign(l.nan_to_num(nan=-1.0)))
+def _route_token(x: Tensor, shared: Tensor, c: RouterConfig, bias: Tensor | None) -> tuple[list[int], Tensor, Tensor]:
+    """One token's class logits x (C,) and shared logits (S,) -> chosen ids, weights (K,), shared weights (S,)."""
+    x = torch.where(torch.isfinite(x), x, torch.full_like(x, _STAND_IN).copysign(x.nan_to_num(nan=-1.0)))
     if c.score == "sparsemixer":
-        return (*_sparsemixer_token(l, c), shared)
+        return (*_sparsemixer_token(x, c), shared)
     if c.order == "topk_score":
-        ranked = l.detach() if bias is None else l.detach() + bias
+        ranked = x.detach() if bias is None else x.detach() + bias
         chosen = _best(ranked, c, c.top_k)
-        picked = l[chosen]
+        picked = x[chosen]
         w = torch.softmax(picked, -1) if c.score == "softmax" else torch.sigmoid(picked)
     else:
-        scores = _score(l, c)
+        scores = _score(x, c)
         ranked = scores.detach() if bias is None else scores.detach() + bias
         chosen = _best(ranked, c, c.top_k)
         w = scores[chosen]
     if c.score == "joint_logsigmoid":
-        joint = torch.softmax(torch.nn.functional.logsigmoid(torch.cat([l[chosen], shared])), -1) * c.scale
+        joint = torch.softmax(torch.nn.functional.logsigmoid(torch.cat([x[chosen], shared])), -1) * c.scale
         return chosen, joint[: c.top_k], joint[c.top_k :]
     if c.renormalize:
         norm = w.sum() if c.norm_p == 1.0 else w.abs().pow(c.norm_p).sum().pow(1.0 / c.norm_p)
@@ -194,12 +198,12 @@ def _route_token(l: Tensor, shared: Tensor, c: RouterConfig, bias: Tensor | None
 _STAND_IN = 1e30  # what ±Inf and NaN (as -Inf) logits are read as
 
 
-def _score(l: Tensor, c: RouterConfig) -> Tensor:
+def _score(x: Tensor, c: RouterConfig) -> Tensor:
     if c.score == "softmax":
-        return torch.softmax(l, -1)
+        return torch.softmax(x, -1)
     if c.score == "sqrtsoftplus":
-        return torch.sqrt(torch.nn.functional.softplus(l))
-    return torch.sigmoid(l)
+        return torch.sqrt(torch.nn.functional.softplus(x))
+    return torch.sigmoid(x)
 
 
 def _best(ranked: Tensor, c: RouterConfig, k: int) -> list[int]:
@@ -215,17 +219,17 @@ def _best(ranked: Tensor, c: RouterConfig, k: int) -> list[int]:
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
 
 
-def _sparsemixer_token(l: Tensor, c: RouterConfig) -> tuple[list[int], Tensor]:
+def _sparsemixer_token(x: Tensor, c: RouterConfig) -> tuple[list[int], Tensor]:
     """Two picks; each weight is a softmax over the logits close to that pick's maximum (Phi-3.5-MoE, evaluation)."""
     chosen: list[int] = []
     weights = []
-    rest = l
+    rest = x
     for _ in range(2):
         top = _best(rest.detach(), c, 1)[0]
         best = rest[top].detach()
-        far = (best - l.detach()) / l.detach().abs().clamp(min=best) > 2 * c.jitter_eps
+        far = (best - x.detach()) / x.detach().abs().clamp(min=best) > 2 * c.jitter_eps
         masked = torch.where(far, torch.full_like(rest, -math.inf), rest)
         weights.append(torch.softmax(masked, -1)[top])
         chosen.append(top)
-        rest = rest.masked_fill(torch.arange(len(l), device=l.device) == top, -math.inf)
+        rest = rest.masked_fill(torch.arange(len(x), device=x.device) == top, -math.inf)
     return chosen, torch.stack(weights) * c.scale

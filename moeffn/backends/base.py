@@ -25,7 +25,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Grads:
-    """Gradients asked for in `Needs`, None otherwise. x in x's dtype, weights in theirs, w_* and b_* in the parameter's.
+    """Gradients asked for in `Needs`, None otherwise; each in the dtype of what it is the gradient of.
 
     As the argument `into` of `Backend.backward`: contiguous buffers of the same shapes, in the parameter's dtype or
     float32, to which w_* and b_* gradients are added in place; those come back as None.

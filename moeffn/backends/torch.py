@@ -5,13 +5,14 @@ On a GPU the loop would read the counts on the host, so there F.grouped_mm takes
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
 from ..config import Activation, Layout
-from ..permute import gather_tokens, sorted_plan, sum_dtype, weighted_sum
+from ..permute import sorted_plan, sum_dtype, weighted_sum
 from ..types import ExpertWeights, Plan
 from .base import Grads, Needs
 
@@ -38,7 +39,7 @@ class TorchBackend:
                 xe = (xe * weights.reshape(-1)[slots, None]).to(x.dtype)
             he = None if h is None else h[a:b]
             he = _linear(xe, experts.w_in[e], None if experts.b_in is None else experts.b_in[e], he)
-            ae = activate(he, experts.activation, experts.layout)
+            ae = activate(*halves(he, experts.activation, experts.layout), experts.activation)
             _linear(ae, experts.w_out[e], None if experts.b_out is None else experts.b_out[e], rows_out[a:b])
         w = None if apply_to == "input" else weights
         return weighted_sum(rows_out, plan.row_of_slot, w, T).to(x.dtype), h
@@ -59,7 +60,9 @@ class TorchBackend:
             dye = dy.index_select(0, tokens)
             w = flat_w[slots, None].to(wide)
             da = torch.mm(dye, _as(experts.w_out[e], dye)).to(wide)
-            act, dh = activate_backward(h[a:b].to(wide), da, experts.activation, experts.layout)
+            gate, up = halves(h[a:b].to(wide), experts.activation, experts.layout)
+            act, d_gate, d_up = activate_backward(gate, up, da, experts.activation)
+            dh = joined(d_gate, d_up, experts.layout)
             if dots is not None and not on_input:
                 dots[a:b] = (da * act).sum(1)
                 if experts.b_out is not None:
@@ -96,7 +99,7 @@ class TorchBackend:
 def active_experts(plan: Plan) -> list[tuple[int, int, int]]:
     """(expert, first row, end row) of every expert that has rows. Reads the counts on the host."""
     bounds = plan.offsets.tolist()
-    return [(e, a, b) for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if b > a]
+    return [(e, a, b) for e, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
 
 
 def _as(weight: Tensor, like: Tensor) -> Tensor:
@@ -157,23 +160,25 @@ class _Outputs:
         return self.fresh
 
 
-def halves(h: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Gate and up views of a gated pre-activation (…, 2F)."""
+def halves(h: Tensor, act: Activation, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """Gate and up views of a pre-activation (…, 2F | F); up is None when the activation is not gated."""
+    if not act.gated:
+        return h, None
     if layout is Layout.INTERLEAVED:
         return h[..., 0::2], h[..., 1::2]
     F = h.shape[-1] // 2
     return h[..., :F], h[..., F:]
 
 
-def activate(h: Tensor, act: Activation, layout: Layout) -> Tensor:
-    """Pre-activation (…, 2F | F) -> (…, F) in h's dtype, computed in float32 at least."""
-    if not act.gated:
-        return _unary(h, act).to(h.dtype)
-    wide = sum_dtype(h)
-    gate, up = (t.to(wide) for t in halves(h, layout))
+def activate(gate: Tensor, up: Tensor | None, act: Activation) -> Tensor:
+    """Pre-activations (…, F), up None when not gated -> (…, F) in their dtype, computed in float32 at least."""
+    if up is None:
+        return _unary(gate, act)
+    wide, dtype = sum_dtype(gate), gate.dtype
+    gate, up = gate.to(wide), up.to(wide)
     if act.softcap_gate or act.softcap_up:
         gate = _softcap(gate, act.softcap_gate) * torch.sigmoid(gate)
-        return (gate * _softcap(up, act.softcap_up)).to(h.dtype)
+        return (gate * _softcap(up, act.softcap_up)).to(dtype)
     if act.limit is not None:
         up = up.clamp(-act.limit, act.limit)
         if not act.limit_after:
@@ -181,24 +186,20 @@ def activate(h: Tensor, act: Activation, layout: Layout) -> Tensor:
     gate = _unary(gate, act)
     if act.limit_after:
         gate = gate.clamp(max=act.limit)
-    return (gate * (up + act.up_offset) if act.up_offset else gate * up).to(h.dtype)
+    return (gate * (up + act.up_offset) if act.up_offset else gate * up).to(dtype)
 
 
-def activate_backward(h: Tensor, da: Tensor, act: Activation, layout: Layout) -> tuple[Tensor, Tensor]:
-    """h (n, 2F | F), da (n, F), both wide -> the activation a (n, F) recomputed, and dh (n, 2F | F)."""
-    if not act.gated:
-        a, slope = _unary_with_slope(h, act)
-        return a, da * slope
-    gate, up = halves(h, layout)
-    dh = torch.empty_like(h)
-    d_gate, d_up = halves(dh, layout)
+def activate_backward(gate: Tensor, up: Tensor | None, da: Tensor, act: Activation
+                      ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """gate, up, da (n, F), all wide -> the activation (n, F) recomputed, d_gate and d_up (None when not gated)."""
+    if up is None:
+        value, slope = _unary_with_slope(gate, act)
+        return value, da * slope, None
     if act.softcap_gate or act.softcap_up:
         cg, cu = _softcap(gate, act.softcap_gate), _softcap(up, act.softcap_up)
         s = torch.sigmoid(gate)
         value, slope = cg * s, _softcap_slope(cg, act.softcap_gate) * s + cg * s * (1 - s)
-        torch.mul(da, slope * cu, out=d_gate)
-        torch.mul(da, value * _softcap_slope(cu, act.softcap_up), out=d_up)
-        return value * cu, dh
+        return value * cu, da * slope * cu, da * value * _softcap_slope(cu, act.softcap_up)
     up_in, gate_in = up, gate
     if act.limit is not None:
         up = up.clamp(-act.limit, act.limit)
@@ -207,14 +208,22 @@ def activate_backward(h: Tensor, da: Tensor, act: Activation, layout: Layout) ->
     value, slope = _unary_with_slope(gate, act)
     if act.limit is not None:
         # torch's clamp passes the gradient on the boundary itself
-        clamped = value if act.limit_after else gate_in
-        slope = torch.where(clamped <= act.limit, slope, 0.0)
+        slope = torch.where((value if act.limit_after else gate_in) <= act.limit, slope, 0.0)
         value = value.clamp(max=act.limit) if act.limit_after else value
-    up = up + act.up_offset
-    torch.mul(da, slope * up, out=d_gate)
-    d = da * value
-    d_up.copy_(d if act.limit is None else torch.where(up_in.abs() <= act.limit, d, 0.0))
-    return value * up, dh
+    up = up + act.up_offset if act.up_offset else up
+    d_up = da * value
+    if act.limit is not None:
+        d_up = torch.where(up_in.abs() <= act.limit, d_up, 0.0)
+    return value * up, da * slope * up, d_up
+
+
+def joined(d_gate: Tensor, d_up: Tensor | None, layout: Layout) -> Tensor:
+    """d_gate, d_up (n, F) -> (n, 2F | F) in the column order of the pre-activation."""
+    if d_up is None:
+        return d_gate
+    if layout is Layout.INTERLEAVED:
+        return torch.stack((d_gate, d_up), -1).flatten(-2)
+    return torch.cat((d_gate, d_up), -1)
 
 
 def _softcap(x: Tensor, cap: float | None) -> Tensor:
