@@ -1,0 +1,21 @@
+#define MOEFFN_NS amx
+#define MOEFFN_WIDTH 16
+#include <type_traits>
+
+#include "kernels.h"
+#include "vec.h"
+
+#include "act.h"
+#include "tiles.h"
+
+#include "ffn.h"
+
+namespace moeffn {
+
+const Kernels* kernels_amx(DType x, DType w) {
+  using namespace amx;
+  if (x == DType::bf16 && w == DType::bf16) return table<PairLane, bf16>("avx512_bf16");
+  return float_table(w, "avx512");
+}
+
+}  // namespace moeffn

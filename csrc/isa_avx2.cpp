@@ -1,0 +1,17 @@
+#define MOEFFN_NS avx2
+#define MOEFFN_WIDTH 8
+#include <type_traits>
+
+#include "kernels.h"
+#include "vec.h"
+
+#include "act.h"
+#include "tiles.h"
+
+#include "ffn.h"
+
+namespace moeffn {
+
+const Kernels* kernels_avx2(DType, DType w) { return avx2::float_table(w, "avx2"); }
+
+}  // namespace moeffn

@@ -1,0 +1,89 @@
+// What one instruction set offers. The driver (forward.cpp) cuts a call into tasks; a table's functions do them.
+#pragma once
+#include <cstddef>
+
+#include "cpu.h"
+#include "problem.h"
+
+namespace moeffn {
+
+// One FFN inside a call: the routed experts, or the shared one.
+struct Part {
+  const Experts* w = nullptr;
+  Array x;
+  Plan plan;
+  const float* in_scale = nullptr;   // (T, K): scales what enters an expert; nullptr: ones
+  const float* out_scale = nullptr;  // (T, K): scales what leaves it; nullptr: ones, or combine does it
+  char* out = nullptr;               // (slots, D) contiguous, dtype of x: what each slot's expert gives
+  int64_t first_slot = 0;            // the slot that out starts with
+  void* h = nullptr;                 // as Forward::h
+};
+
+// Rows [row, row + rows) of one expert: as many as one tile of activations holds.
+struct Block {
+  int64_t expert = 0, row = 0, rows = 0;
+  int part = 0;
+  char* act = nullptr;  // act(H) of these rows, in the kernel's own layout
+};
+
+// A thread's working memory. `tile_of` says which block's rows of x are packed in it.
+struct Local {
+  char* data = nullptr;
+  const Block* tile_of = nullptr;
+};
+
+struct Sum {
+  int64_t D = 0, K = 1;
+  DType dtype = DType::f32;
+  const char* out = nullptr;             // as Part::out
+  int64_t first_token = 0;               // the token that out and shared start with
+  const int32_t* row_of_slot = nullptr;  // negative: the slot adds nothing; nullptr: slot s is row s
+  int64_t rows = 0;                      // rows from here on belong to no expert
+  const float* weights = nullptr;        // (T, K), nullptr: ones
+  const char* shared = nullptr;          // (tokens, D), nullptr: none
+  const float* shared_gate = nullptr;    // (T,), nullptr: ones
+  bool only_dropped = false;             // K = 1 and out is y already: fill in zeros where there is no row
+  char* y = nullptr;                     // (T, D)
+};
+
+struct Kernels {
+  // Bytes of Block::act for so many rows.
+  int64_t (*act_bytes)(const Part&, int64_t rows);
+  // Most rows in a block, and the bytes of Local::data for blocks of so many rows.
+  int64_t (*max_rows)(const Part&);
+  size_t (*local_bytes)(const Part&, int64_t rows);
+  // act(x · w_inᵀ + b_in) for columns [f0, f1); both are multiples of f_step, or F. Also writes h when wanted.
+  void (*up)(const Part&, const Block&, int64_t f0, int64_t f1, Local&);
+  // out = act · w_outᵀ + b_out for columns [d0, d1), multiples of f_step, or D.
+  void (*down)(const Part&, const Block&, int64_t d0, int64_t d1, Local&);
+  // y[t] = sum over k, in slot order, of weights[t, k] * out[row]; then the shared expert's row.
+  void (*combine)(const Sum&, int64_t t0, int64_t t1);
+  int64_t f_step;
+  const char* name;
+};
+
+
+// The table for a call, by instruction set and the dtypes of x and the weights.
+const Kernels* kernels_portable(DType x, DType w);
+#if defined(__x86_64__)
+const Kernels* kernels_avx2(DType x, DType w);
+const Kernels* kernels_avx512(DType x, DType w);
+const Kernels* kernels_avx512_bf16(DType x, DType w);
+const Kernels* kernels_amx(DType x, DType w);
+#endif
+
+inline const Kernels* pick_kernels(Isa isa, DType x, DType w) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::amx: return kernels_amx(x, w);
+    case Isa::avx512_bf16: return kernels_avx512_bf16(x, w);
+    case Isa::avx512: return kernels_avx512(x, w);
+    case Isa::avx2: return kernels_avx2(x, w);
+    default: break;
+  }
+#endif
+  (void)isa;
+  return kernels_portable(x, w);
+}
+
+}  // namespace moeffn
