@@ -28,28 +28,28 @@ struct FloatLane {
   using Elem = float;
   static constexpr int kPerLane = 1;
   template <class WT>
-  static MOEFFN_INLINE vf lanes(const WT* p) {
+  MOEFFN_INLINE vf lanes(const WT* p) {
     return load(p);
   }
   template <class WT>
-  static MOEFFN_INLINE vf lanes_part(const WT* p, int64_t elems) {
+  MOEFFN_INLINE vf lanes_part(const WT* p, int64_t elems) {
     return load_part(p, elems);
   }
-  static MOEFFN_INLINE vf mac(vf a, vf b, vf c) { return fma(a, b, c); }
+  MOEFFN_INLINE vf mac(vf a, vf b, vf c) { return fma(a, b, c); }
 };
 
 #ifdef __AVX512BF16__
 struct PairLane {
   using Elem = bf16;
   static constexpr int kPerLane = 2;
-  static MOEFFN_INLINE vf lanes(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
-  static MOEFFN_INLINE vf lanes_part(const bf16* p, int64_t elems) {
+  MOEFFN_INLINE vf lanes(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
+  MOEFFN_INLINE vf lanes_part(const bf16* p, int64_t elems) {
     bf16 tmp[2 * W];
     memset(tmp, 0, sizeof tmp);
     memcpy(tmp, p, static_cast<size_t>(elems) * 2);
     return lanes(tmp);
   }
-  static MOEFFN_INLINE vf mac(vf a, vf b, vf c) {
+  MOEFFN_INLINE vf mac(vf a, vf b, vf c) {
     __m512bh x, y;
     memcpy(&x, &a, sizeof x);
     memcpy(&y, &b, sizeof y);

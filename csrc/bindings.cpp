@@ -1,0 +1,170 @@
+// The Python module moeffn._native. Tensors come as addresses that moeffn/backends/native.py has checked: turning a
+// torch tensor into an ndarray here costs about 2 us each, an address 0.1 us.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <vector>
+
+#include "backward_bindings.h"
+#include "cpu.h"
+#include "forward.h"
+#include "plan.h"
+#include "problem.h"
+#include "route.h"
+#include "scratch.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace moeffn;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* ptr(Address a) {
+  return reinterpret_cast<T*>(a);
+}
+
+DType dtype_of(int code) {
+  if (code < 0 || code > 2) throw BadArgument("dtype: expected 0 (float32), 1 (bfloat16) or 2 (float16), got " + std::to_string(code));
+  return static_cast<DType>(code);
+}
+
+// (address, dtype code, strides) of a tensor of up to three dimensions.
+Array array_of(const nb::tuple& t) {
+  Array a;
+  a.data = ptr<const void>(nb::cast<Address>(t[0]));
+  a.dtype = dtype_of(nb::cast<int>(t[1]));
+  if (nb::len(t) > 2) a.s0 = nb::cast<int64_t>(t[2]);
+  if (nb::len(t) > 3) a.s1 = nb::cast<int64_t>(t[3]);
+  if (nb::len(t) > 4) a.s2 = nb::cast<int64_t>(t[4]);
+  return a;
+}
+
+Experts experts_of(int64_t E, int64_t F, int64_t D, const nb::tuple& activation, bool interleaved, const nb::tuple& w_in,
+                   const nb::tuple& w_out, const nb::object& b_in, const nb::object& b_out) {
+  Experts w;
+  w.E = E;
+  w.F = F;
+  w.D = D;
+  const int kind = nb::cast<int>(activation[0]);
+  if (kind < 0 || kind > 6) throw BadArgument("activation: unknown kind " + std::to_string(kind));
+  if (E < 0 || F < 0 || D < 0) throw BadArgument("weights: expected sizes of at least 0");
+  w.act.kind = static_cast<Kind>(kind);
+  w.act.gated = nb::cast<bool>(activation[1]);
+  w.act.alpha = nb::cast<float>(activation[2]);
+  w.act.has_limit = nb::cast<bool>(activation[3]);
+  w.act.limit = nb::cast<float>(activation[4]);
+  w.act.limit_after = nb::cast<bool>(activation[5]);
+  w.act.up_offset = nb::cast<float>(activation[6]);
+  w.act.softcap_gate = nb::cast<float>(activation[7]);
+  w.act.softcap_up = nb::cast<float>(activation[8]);
+  w.interleaved = interleaved && w.act.gated;
+  w.w_in = array_of(w_in);
+  w.w_out = array_of(w_out);
+  if (!b_in.is_none()) w.b_in = array_of(nb::cast<nb::tuple>(b_in));
+  if (!b_out.is_none()) w.b_out = array_of(nb::cast<nb::tuple>(b_out));
+  if (w.w_in.dtype != w.w_out.dtype) throw BadArgument("w_out: expected the dtype of w_in");
+  return w;
+}
+
+
+Forward call_of(Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address weights, bool on_input, Address y) {
+  Forward f;
+  f.T = T;
+  f.x.data = ptr<const void>(x);
+  f.x.dtype = dtype_of(dtype);
+  f.x.s0 = s0;
+  f.x.s1 = s1;
+  f.plan.K = K;
+  f.weights = ptr<const float>(weights);
+  f.apply_to_input = on_input;
+  f.y = ptr<void>(y);
+  if (T < 0 || K < 1) throw BadArgument("experts: expected T >= 0 and K >= 1, got T = " + std::to_string(T) + ", K = " + std::to_string(K));
+  return f;
+}
+
+const char* run_forward(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address offsets,
+                        Address slot_of_row, Address row_of_slot, Address weights, bool on_input, Address y, Address h) {
+  Forward f = call_of(x, dtype, T, s0, s1, K, weights, on_input, y);
+  f.plan.offsets = ptr<const int32_t>(offsets);
+  f.plan.slot_of_row = ptr<const int32_t>(slot_of_row);
+  f.plan.row_of_slot = ptr<const int32_t>(row_of_slot);
+  f.h = ptr<void>(h);
+  nb::gil_scoped_release release;
+  check_plan(f.plan, T * K, w.E);
+  return forward(w, f, chosen_isa());
+}
+
+// Plan and forward in one call: what inference without gradients needs.
+const char* run_moe(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address experts,
+                    Address weights, bool on_input, Address y, const Experts* shared, Address shared_gate) {
+  Forward f = call_of(x, dtype, T, s0, s1, K, weights, on_input, y);
+  if (shared && (shared->E != 1 || shared->D != w.D)) throw BadArgument("shared: expected one expert of the same D");
+  f.shared = shared;
+  f.shared_gate = ptr<const float>(shared_gate);
+  nb::gil_scoped_release release;
+  const int64_t N = T * K;
+  std::vector<int32_t> memory(static_cast<size_t>(w.E + 1 + 2 * N));
+  int32_t* offsets = memory.data();
+  make_plan(ptr<const int32_t>(experts), N, w.E, nullptr, offsets, offsets + w.E + 1, offsets + w.E + 1 + N);
+  f.plan.offsets = offsets;
+  f.plan.slot_of_row = offsets + w.E + 1;
+  f.plan.row_of_slot = offsets + w.E + 1 + N;
+  return forward(w, f, chosen_isa());
+}
+
+void run_plan(Address experts, int64_t N, int64_t E, Address counts, Address offsets, Address slot_of_row, Address row_of_slot) {
+  nb::gil_scoped_release release;
+  make_plan(ptr<const int32_t>(experts), N, E, ptr<int32_t>(counts), ptr<int32_t>(offsets), ptr<int32_t>(slot_of_row),
+            ptr<int32_t>(row_of_slot));
+}
+
+void run_route(Address logits, int64_t T, int64_t E, int64_t K, int score, bool score_selected, bool renormalize, float eps,
+               float scale, Address bias, Address experts, Address weights) {
+  Router r;
+  r.E = E;
+  r.K = K;
+  if (score < 0 || score > 1) throw BadArgument("score: expected 0 (softmax) or 1 (sigmoid)");
+  r.score = static_cast<Score>(score);
+  r.score_selected = score_selected;
+  r.renormalize = renormalize;
+  r.renorm_eps = eps;
+  r.scale = scale;
+  r.selection_bias = ptr<const float>(bias);
+  nb::gil_scoped_release release;
+  route(r, ptr<const float>(logits), T, ptr<int32_t>(experts), ptr<float>(weights));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const BadArgument& e) {
+      PyErr_SetString(PyExc_ValueError, e.what());
+    }
+  });
+  nb::class_<Experts>(m, "Experts").def_ro("E", &Experts::E).def_ro("F", &Experts::F).def_ro("D", &Experts::D);
+  m.def("experts", &experts_of, nb::arg("E"), nb::arg("F"), nb::arg("D"), nb::arg("activation"), nb::arg("interleaved"),
+        nb::arg("w_in"), nb::arg("w_out"), nb::arg("b_in").none(), nb::arg("b_out").none());
+  m.def("forward", &run_forward);
+  m.def("moe", &run_moe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+        nb::arg(), nb::arg(), nb::arg("shared").none() = nb::none(), nb::arg("shared_gate") = 0);
+  m.def("plan", &run_plan);
+  m.def("route", &run_route);
+  m.def("threads", &max_threads);
+  m.def("scratch_held", &scratch_held);
+  m.def("scratch_release", &scratch_release);
+  m.def("isa", []() { return std::string(isa_name(chosen_isa())); });
+  m.def("isas", []() {
+    nb::list names;
+    for (int i = 0; i < kIsas; ++i)
+      if (isa_supported(static_cast<Isa>(i))) names.append(isa_name(static_cast<Isa>(i)));
+    return names;
+  });
+  m.def("force_isa", [](const std::string& name) { force_isa(name.c_str()); });
+  bind_backward(m);
+}

@@ -1,0 +1,98 @@
+"""Backend "native": the C++ kernels of csrc/ on CPUs. Checks tensors, hands their addresses to `moeffn._native`."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..config import ACTIVATION_KINDS, Activation, Layout
+from ..types import ExpertWeights, Plan
+from .base import Grads, Needs
+from .torch import TorchBackend
+
+_native: ModuleType | None
+try:
+    from .. import _native  # type: ignore[attr-defined,no-redef]  # after torch, whose OpenMP library it shares
+except ImportError as error:
+    _native = None
+    _missing = f"the C++ module moeffn._native is not built ({error})"
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def module() -> ModuleType:
+    """The compiled module; ImportError with the reason where it was not built."""
+    if _native is None:
+        raise ImportError(_missing)
+    return _native
+
+
+def _strided(t: Tensor) -> tuple[int, ...]:
+    return (t.data_ptr(), _CODES[t.dtype], *t.stride())
+
+
+def _activation(a: Activation) -> tuple[int, bool, float, bool, float, bool, float, float, float]:
+    return (ACTIVATION_KINDS.index(a.kind), a.gated, a.alpha, a.limit is not None, a.limit or 0.0, a.limit_after,
+            a.up_offset, a.softcap_gate or 0.0, a.softcap_up or 0.0)
+
+
+def _describe(ew: ExpertWeights):
+    """The C++ side's view of the weights: addresses and strides, so valid as long as the tensors are."""
+    bias = [None if b is None else _strided(b) for b in (ew.b_in, ew.b_out)]
+    return module().experts(ew.num_experts, ew.d_expert, ew.d_model, _activation(ew.activation),
+                            ew.layout is Layout.INTERLEAVED, _strided(ew.w_in), _strided(ew.w_out), *bias)
+
+
+def _float_weights(weights: Tensor) -> Tensor:
+    return weights if weights.dtype == torch.float32 and weights.is_contiguous() else weights.float().contiguous()
+
+
+class NativeBackend:
+    name = "native"
+
+    def __init__(self) -> None:
+        self.last_kernel = "none"  # instruction set of the latest call's kernel
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if _native is None:
+            return _missing
+        if device.type != "cpu":
+            return f"runs on CPUs, not on {device.type}"
+        return None if dtype in _CODES else f"takes float32, bfloat16 and float16, not {dtype}"
+
+    def plan(self, experts: Tensor, num_experts: int) -> Plan:
+        experts = experts.contiguous()
+        N = experts.numel()
+        counts, offsets, slots, rows = (experts.new_empty(n) for n in (num_experts, num_experts + 1, N, N))
+        module().plan(experts.data_ptr(), N, num_experts, counts.data_ptr(), offsets.data_ptr(), slots.data_ptr(),
+                      rows.data_ptr())
+        return Plan(counts, offsets, slots, rows)
+
+    def forward(self, x: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *, apply_to: str, save: bool
+                ) -> tuple[Tensor, Tensor | None]:
+        T, D = x.shape
+        K = weights.shape[1]
+        weights = _float_weights(weights)
+        y = torch.empty((T, D), dtype=x.dtype)
+        h = torch.empty((T * K, experts.w_in.shape[1]), dtype=x.dtype) if save else None
+        maps = [t.contiguous() for t in (plan.offsets, plan.slot_of_row, plan.row_of_slot)]
+        self.last_kernel = module().forward(
+            _describe(experts), x.data_ptr(), _CODES[x.dtype], T, *x.stride(), K, *(t.data_ptr() for t in maps),
+            weights.data_ptr(), apply_to == "input", y.data_ptr(), 0 if h is None else h.data_ptr())
+        return y, h
+
+    def moe(self, x: Tensor, experts: Tensor, weights: Tensor, ew: ExpertWeights, *, apply_to: str) -> Tensor:
+        """Plan and forward in one call, for inference."""
+        T, D = x.shape
+        experts, weights = experts.contiguous(), _float_weights(weights)
+        y = torch.empty((T, D), dtype=x.dtype)
+        self.last_kernel = module().moe(
+            _describe(ew), x.data_ptr(), _CODES[x.dtype], T, *x.stride(), experts.shape[1], experts.data_ptr(),
+            weights.data_ptr(), apply_to == "input", y.data_ptr())
+        return y
+
+    def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
+                 apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
+        return TorchBackend().backward(dy, x, h, plan, weights, experts, apply_to=apply_to, needs=needs, into=into)
