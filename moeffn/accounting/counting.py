@@ -1,0 +1,265 @@
+"""Total and active weights of a model, by component, layer and convention.
+
+"Active" has no single meaning in the field: vendors differ by up to twice the vocabulary times the width. So every
+count says which convention it follows, and `VENDORS` holds those of published figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from .families import architecture
+from .presets import find_preset
+from .weights import FFN_PARTS, PARTS, Architecture, Layer, Weight
+
+SCOPES = ("ffn", "layers", "model", "model+mtp", "checkpoint")
+EMBEDDINGS = ("all", "head", "none")
+IDLE = ("min", "mean", "max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """What counts.
+
+    scope: ffn (FFNs alone), layers (no embedding, head or final norm), model, model+mtp (with multi-token-prediction
+    layers), checkpoint (also buffers, and embedding and head once more for each prediction layer that stores them).
+    total, active: which embeddings count in the total and in the active figure: all; head (the head's matrix but not
+    the input table: what a forward pass multiplies by; a tied matrix stays, because it is the head); none.
+    idle: how many of the top-k places go to experts that compute nothing (LongCat): min, mean or max active weights.
+    norms, biases, router_biases, vision: whether these count. Router biases are the selection biases of
+    auxiliary-loss-free routers, parameters in some families and buffers in others.
+    """
+
+    scope: str = "model"
+    total: str = "all"
+    active: str = "all"
+    idle: str = "mean"
+    norms: bool = True
+    biases: bool = True
+    router_biases: bool = True
+    vision: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("scope", self.scope, SCOPES), ("total", self.total, EMBEDDINGS),
+                                     ("active", self.active, EMBEDDINGS), ("idle", self.idle, IDLE)):
+            if value not in allowed:
+                raise ValueError(f"convention.{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+# What the published "active" figures of these vendors count (their model cards and papers).
+VENDORS = {
+    "all": Convention(),
+    "head": Convention(active="head"),
+    "none": Convention(active="none"),
+    **{name: Convention() for name in ("mistral", "qwen", "olmo", "dbrx", "phi", "jamba", "llama4", "dots", "hunyuan",
+                                       "ling")},
+    **{name: Convention(active="head") for name in ("openai", "nvidia", "deepseek", "kimi", "longcat")},
+    **{name: Convention(active="none") for name in ("minimax", "ernie", "granite")},
+    "glm": Convention(scope="model+mtp", total="none", active="none"),
+}
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """One component: all its weights, and those a token uses."""
+
+    part: str
+    total: int
+    active: int
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """`count` equal layers of one kind, the first at `index`; total and active are of one of them."""
+
+    index: int
+    kind: str
+    count: int
+    total: int
+    active: int
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """Integers all: the weights of a model under `convention`.
+
+    total, active: under the convention. active_all, active_head, active_none: the same scope under each treatment of
+    the embeddings. parts, layers: components and runs of equal layers (whole, whatever the embeddings' treatment).
+    buffers: selection biases that are no parameters. mtp_total, mtp_active: multi-token-prediction layers.
+    assumed: keys whose absence was read as the value shown. excluded: what the config names and the table leaves out.
+    """
+
+    name: str
+    family: str
+    convention: Convention
+    total: int
+    active: int
+    active_all: int
+    active_head: int
+    active_none: int
+    parts: tuple[PartCount, ...]
+    layers: tuple[LayerCount, ...]
+    buffers: int
+    mtp_total: int
+    mtp_active: int
+    assumed: tuple[tuple[str, object], ...] = ()
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def ffn_total(self) -> int:
+        return sum(p.total for p in self.parts if p.part in FFN_PARTS)
+
+    @property
+    def ffn_active(self) -> int:
+        return sum(p.active for p in self.parts if p.part in FFN_PARTS)
+
+    @property
+    def ffn_share(self) -> float:
+        """Share of the FFNs (experts, routers, dense) in all weights of the scope."""
+        return self.ffn_total / max(1, sum(p.total for p in self.parts))
+
+    def part(self, name: str) -> PartCount:
+        return next((p for p in self.parts if p.part == name), PartCount(name, 0, 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name, "family": self.family, "total": self.total,
+            "active": {"all": self.active_all, "head": self.active_head, "none": self.active_none},
+            "convention": {**vars(self.convention), "total_count": self.total, "active_count": self.active},
+            "components": {p.part: {"total": p.total, "active": p.active} for p in self.parts},
+            "ffn": {"total": self.ffn_total, "active": self.ffn_active, "share": round(self.ffn_share, 6)},
+            "layers": [vars(layer) for layer in self.layers],
+            "mtp": {"total": self.mtp_total, "active": self.mtp_active}, "buffers": self.buffers,
+            "assumed": dict(self.assumed), "excluded": list(self.excluded),
+        }
+
+
+def load(source: str | Path | Mapping[str, Any] | Architecture) -> tuple[str, Architecture]:
+    """A name and the architecture of a preset name, a path to a config.json (or its folder), or a config."""
+    if isinstance(source, Architecture):
+        return source.family, source
+    if isinstance(source, Mapping):
+        name = source.get("_name_or_path") or source.get("model_type") or "config"
+        return str(name), architecture(source)
+    if not isinstance(source, str | Path):
+        raise TypeError(f"source: expected a preset name, a path, a config or a module, got {type(source).__name__}")
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON ({error})") from None
+        return path.parent.name if path.name == "config.json" else path.stem, architecture(config)
+    preset = find_preset(str(source))
+    return preset.name, architecture(preset.config)
+
+
+def _whole(value: Fraction) -> int:
+    """An active count; means over idle experts are rounded once, here."""
+    return int(value) if value.denominator == 1 else round(value)
+
+
+def counts_under(weight: Weight, convention: Convention, extra: bool) -> bool:
+    """Whether a weight counts. `extra`: buffers do (checkpoints)."""
+    if weight.kind == "buffer":
+        return extra and convention.router_biases
+    if weight.part == "router" and weight.kind == "bias" and len(weight.shape) == 1 and not convention.router_biases:
+        return False
+    if weight.part == "vision" and not convention.vision:
+        return False
+    if weight.part == "norm" and not convention.norms:
+        return False
+    return convention.biases or weight.kind != "bias" or weight.part == "norm"
+
+
+def _sum(weights: Iterable[Weight], convention: Convention, extra: bool) -> tuple[int, Fraction]:
+    total, active = 0, Fraction(0)
+    for weight in weights:
+        if counts_under(weight, convention, extra):
+            total += weight.total
+            active += weight.active(convention.idle)
+    return total, active
+
+
+def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ...]:
+    runs: list[LayerCount] = []
+    last: Layer | None = None
+    for index, layer in enumerate(model.layers):
+        if runs and layer == last:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+            continue
+        last = layer
+        total, active = _sum(layer.weights, convention, False)
+        runs.append(LayerCount(index, layer.kind, 1, total, _whole(active), layer.num_experts, layer.top_k))
+    return tuple(runs)
+
+
+def count_architecture(model: Architecture, convention: Convention, name: str = "") -> Count:
+    """`count` for weights already listed."""
+    extra = convention.scope == "checkpoint"
+    with_mtp = convention.scope in ("model+mtp", "checkpoint")
+    if convention.scope in ("ffn", "layers"):
+        chosen = [w for layer in model.layers for w in layer.weights]
+        if convention.scope == "ffn":
+            chosen = [w for w in chosen if w.part in FFN_PARTS]
+    else:
+        chosen = list(model.weights(with_mtp))
+    totals = dict.fromkeys(PARTS, 0)
+    actives_of = dict.fromkeys(PARTS, Fraction(0))
+    for weight in chosen:
+        if counts_under(weight, convention, extra):
+            totals[weight.part] += weight.total
+            actives_of[weight.part] += weight.active(convention.idle)
+    duplicates = model.duplicates if extra else 0
+    total = sum(totals.values()) + duplicates
+    active = sum(actives_of.values(), Fraction(0))
+    table, head = (totals["embedding"], actives_of["embedding"]), (totals["head"], actives_of["head"])
+    # A tied matrix (or an encoder's, which has no head) is not taken off under "head": the head multiplies by it.
+    off = {"all": (0, Fraction(0)), "none": (table[0] + head[0] + duplicates, table[1] + head[1]),
+           "head": table if not model.tied else (0, Fraction(0))}
+    actives = {key: _whole(active - gone[1]) for key, gone in off.items()}
+    mtp_total, mtp_active = _sum((w for layer in model.mtp for w in layer.weights), convention, False)
+    buffers = sum(w.total for w in model.weights(with_mtp) if w.kind == "buffer")
+    return Count(
+        name or model.family, model.family, convention, total - off[convention.total][0],
+        actives[convention.active], actives["all"], actives["head"], actives["none"],
+        tuple(PartCount(part, t, _whole(actives_of[part])) for part, t in totals.items() if t),
+        _layers(model, convention), buffers, mtp_total, _whole(mtp_active), model.assumed, model.excluded,
+    )
+
+
+def choose(convention: str | Convention) -> Convention:
+    """A convention, or the one a vendor's name stands for."""
+    if isinstance(convention, Convention):
+        return convention
+    if convention not in VENDORS:
+        raise ValueError(f"convention: expected a Convention or one of {', '.join(VENDORS)}, got {convention!r}")
+    return VENDORS[convention]
+
+
+def count(source: Any, *, convention: str | Convention = "all", top_k: int | None = None) -> Count:
+    """Total and active weights of a model.
+
+    source: a preset's name ("Qwen3-30B-A3B"), a path to a config.json or to its folder, the config as a dict, or a
+    live torch module (any architecture, also on the meta device; `top_k` where the module does not say it).
+    convention: see `Convention`; a vendor's name stands for the convention of its published figures.
+
+    Raises ValueError/TypeError naming the key that is missing, impossible or of a wrong type.
+    """
+    chosen = choose(convention)
+    if hasattr(source, "named_parameters"):
+        from .live import read_module
+
+        return count_architecture(read_module(source, top_k), chosen, type(source).__name__)
+    name, model = load(source)
+    return count_architecture(model, chosen, name)

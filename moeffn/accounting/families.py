@@ -1,0 +1,135 @@
+"""Model families: from a config to the list of weights. The registry, and what all decoders share.
+
+Each family is a function of its config's keys, written from the structure of the public modelling code
+(transformers 5.24, or the code beside the checkpoint where transformers has none) and compared with live models in
+the tests. A family that is not here is refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .reader import REQUIRED, Keys
+from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
+
+Builder = Callable[[Keys], Architecture]
+FAMILIES: dict[str, Builder] = {}
+
+LINEAR = ("linear_attention", "lightning_attention")
+FULL = ("full_attention", "attention", "sliding_attention", "chunked_attention")
+
+
+def family(*names: str) -> Callable[[Builder], Builder]:
+    """Register a builder under `model_type` names."""
+
+    def register(build: Builder) -> Builder:
+        for name in names:
+            FAMILIES[name] = build
+        return build
+
+    return register
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The weights of the model that `config` (the content of a config.json) describes.
+
+    Raises ValueError for an unknown `model_type`, a missing size or an impossible value, TypeError for a value of
+    the wrong type; the message names the key.
+    """
+    from . import families_dense, families_hybrid, families_moe, families_other, families_sparse  # noqa: F401
+
+    keys = Keys(config)
+    if not keys.has("model_type") and keys.has("intermediate"):
+        return FAMILIES["paper"](keys)
+    name = keys.text("model_type")
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(name, FAMILIES, 3)
+        hint = f" (close: {', '.join(near)})" if near else ""
+        raise ValueError(
+            f"config.model_type: no weight table for {name!r}{hint}; "
+            "moeffn.accounting.count(module) counts any live module, also one on the meta device"
+        )
+    return FAMILIES[name](keys)
+
+
+def heads_of(k: Keys, d: int, *, derive: bool = True, heads: tuple[str, ...] = ("num_attention_heads",),
+             kv: tuple[str, ...] = ("num_key_value_heads",)) -> tuple[int, int, int]:
+    """Query heads, key/value heads and head width.
+
+    derive: in this family's own code a missing head_dim is d / heads; otherwise it must be given. A missing number
+    of key/value heads means as many as query heads.
+    """
+    n = k.integer(*heads)
+    kv_heads = k.integer(*kv, absent=n)
+    if k.has("head_dim") or not derive:
+        return n, kv_heads, k.integer("head_dim")
+    return n, kv_heads, k.divide("head_dim", d, n)
+
+
+def first_dense(k: Keys, layers: int, absent: Any = REQUIRED) -> list[bool]:
+    """Which layers are sparse: by `mlp_layer_types`, or dense up to `first_k_dense_replace` and then by frequency."""
+    if k.has("mlp_layer_types"):
+        words = k.words("mlp_layer_types", layers=layers, among=("dense", "sparse", "moe", "hash_moe"))
+        return [word != "dense" for word in words]
+    first = k.integer("first_k_dense_replace", "num_dense_layers", minimum=0, absent=absent)
+    if isinstance(k.data.get("moe_layer_freq"), list):
+        return [bool(v) for v in k.each("moe_layer_freq", layers=layers)]
+    every = k.integer("moe_layer_freq", absent=1)
+    return [i >= first and i % every == 0 for i in range(layers)]
+
+
+def sparse_step(k: Keys, layers: int) -> list[bool]:
+    """Which layers are sparse, by `decoder_sparse_step` and `mlp_only_layers` (Qwen)."""
+    step = k.integer("decoder_sparse_step", absent=1)
+    dense_only = set(k.indices("mlp_only_layers"))
+    return [i not in dense_only and (i + 1) % step == 0 for i in range(layers)]
+
+
+def linear_layers(k: Keys, layers: int, interval: str) -> list[bool]:
+    """Which layers mix by a linear recurrence: by `layer_types`, or all but every `interval`-th."""
+    if k.has("layer_types"):
+        return [word in LINEAR for word in k.words("layer_types", layers=layers, among=FULL + LINEAR)]
+    every = k.integer(interval)
+    return [(i + 1) % every != 0 for i in range(layers)]
+
+
+def windows(k: Keys, layers: int, key: str = "sliding_window") -> list[int | None]:
+    """The positions each layer sees, where the config says it; None: all."""
+    types = k.data.get("layer_types")
+    width = k.data.get(key)
+    if not isinstance(types, list) or len(types) != layers or not isinstance(width, int):
+        return [None] * layers
+    return [width if word in ("sliding_attention", "chunked_attention") else None for word in types]
+
+
+def decoder(k: Keys, name: str, d: int, layers: list[Layer], *, tied: bool, norm_bias: bool = False,
+            final_norm: bool = True, head: bool = True, head_bias: bool = False, extra: tuple[Weight, ...] = (),
+            mtp: tuple[Layer, ...] = (), mtp_copies: bool = False, notes: tuple[str, ...] = ()) -> Architecture:
+    """A decoder of `layers` between a token embedding and a head. mtp_copies: a checkpoint stores the embedding and
+    the head once more for each prediction layer."""
+    vocab = k.integer("vocab_size")
+    is_tied = k.tied(tied)
+    outer = [Weight("embedding", (vocab, d), "table"), *extra]
+    if final_norm:
+        outer += norm(d, norm_bias)
+    if head and not is_tied:
+        outer += matrix("head", vocab, d, head_bias)
+    elif head and head_bias:
+        outer.append(Weight("head", (vocab,), "bias"))
+    return Architecture(
+        name, d, vocab, tuple(layers), tuple(outer), is_tied, mtp, 2 * vocab * d * len(mtp) * mtp_copies,
+        tuple(sorted(k.assumed.items())), tuple(k.excluded), notes,
+    )
+
+
+def block(kind: str, mixed: tuple[list[Weight], Mixer], ffn: list[Weight], norms: list[Weight]) -> Layer:
+    """One decoder layer."""
+    return Layer(kind, tuple(mixed[0] + ffn + norms), (mixed[1],))
+
+
+def predictor(d: int, layer: Layer) -> Layer:
+    """A multi-token-prediction layer as DeepSeek-V3 builds it: a decoder layer behind a 2d -> d projection, with
+    three more norms (arXiv 2412.19437, section 2.2)."""
+    return Layer("mtp", layer.weights + tuple(matrix("other", d, 2 * d) + norm(d, copies=3)), layer.mixers)

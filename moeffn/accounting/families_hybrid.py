@@ -1,0 +1,297 @@
+"""Families that mix tokens by more than one kind of layer, and those with an unusual layer of experts."""
+
+from __future__ import annotations
+
+from .families import FULL, LINEAR, block, decoder, family, first_dense, heads_of, linear_layers, sparse_step, windows
+from .families_moe import _shared, _sizes, tower
+from .ffns import dense, moe
+from .mixers import Mixed, gated_delta, gqa, kimi_delta, lightning, mamba1, mamba2, mla, short_conv
+from .reader import Keys
+from .weights import Architecture, Layer, Weight, matrix, norm
+
+MAMBA = ("mamba", "linear_attention")
+
+
+@family("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "lara_mini")
+def qwen_hybrid(k: Keys) -> Architecture:
+    """Gated DeltaNet with a gated full attention every few layers; experts unless the family is Qwen3.5 dense."""
+    name = k.text("model_type")
+    k = tower(k)
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d, derive=False)
+    linear = linear_layers(k, n, "full_attention_interval")
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    recurrent = gated_delta(d, *(k.integer(f"linear_{size}") for size in sizes)) if any(linear) else None
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    gate = "query" if name != "lara_mini" and k.flag("attn_output_gate", absent=True) else ""
+    full = gqa(d, heads, kv, width, bias=bias, qk_norm="head", gate=gate)
+    has_experts = not name.startswith("qwen3_5") or "moe" in name
+    sparse = sparse_step(k, n) if has_experts else [False] * n
+    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
+              shared=k.integer("shared_expert_intermediate_size", minimum=0), shared_gate=name != "lara_mini",
+              where="config.num_experts_per_tok") if any(sparse) else []
+    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    norms = norm(d, copies=2)
+    layers = [block("sparse" if on else "dense", recurrent if recurrent and is_linear else full, ffn if on else plain,
+                    norms) for is_linear, on in zip(linear, sparse, strict=True)]
+    # One projection 2d -> d with three norms for all prediction layers; each of these has full attention.
+    count = k.integer("mtp_num_hidden_layers", absent=0, minimum=0)
+    mtp = [block("mtp", full, ffn or plain, norms) for _ in range(count)]
+    if mtp:
+        entry = matrix("other", d, 2 * d) + norm(d, copies=3)
+        mtp[0] = Layer("mtp", mtp[0].weights + tuple(entry), mtp[0].mixers)
+    return decoder(k, name, d, layers, tied=name == "lara_mini", mtp=tuple(mtp))
+
+
+@family("minimax", "minimax_text_01")
+def minimax(k: Keys) -> Architecture:
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    if k.has("attn_type_list"):
+        linear = [kind == 0 for kind in k.each("attn_type_list", layers=n)]
+    else:
+        linear = [word in LINEAR for word in k.words("layer_types", layers=n, among=FULL + LINEAR)]
+    ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
+              shared=k.integer("shared_intermediate_size", absent=0, minimum=0), where="config.num_experts_per_tok")
+    layers = [block("sparse", lightning(d, heads, width) if on else gqa(d, heads, kv, width), ffn, norm(d, copies=2))
+              for on in linear]
+    return decoder(k, k.text("model_type"), d, layers, tied=False)
+
+
+@family("jamba")
+def jamba(k: Keys) -> Architecture:
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    inner = d * k.integer("mamba_expand")
+    rank = k.integer("mamba_dt_rank") if k.data.get("mamba_dt_rank") != "auto" else -(-d // 16)
+    state_space = mamba1(d, inner, k.integer("mamba_d_state"), k.integer("mamba_d_conv"), rank,
+                         conv_bias=k.flag("mamba_conv_bias", absent=True),
+                         bias=k.flag("mamba_proj_bias", absent=False), norms=True)
+    attention = gqa(d, heads, kv, width)
+    attention_at = k.integer("attn_layer_period"), k.integer("attn_layer_offset", minimum=0)
+    experts_at = k.integer("expert_layer_period"), k.integer("expert_layer_offset", minimum=0)
+    expert, experts = k.integer("intermediate_size"), k.integer("num_experts")
+    ffn = moe(d, expert, experts, k.integer("num_experts_per_tok"), where="config.num_experts_per_tok")
+    layers = []
+    for i in range(n):
+        mixed = attention if i % attention_at[0] == attention_at[1] else state_space
+        on = experts > 1 and i % experts_at[0] == experts_at[1]
+        layers.append(block("sparse" if on else "dense", mixed, ffn if on else dense(d, expert), norm(d, copies=2)))
+    return decoder(k, "jamba", d, layers, tied=False)
+
+
+@family("kimi_linear", "bailing_hybrid")
+def delta_latent(k: Keys) -> Architecture:
+    """Kimi delta attention with latent attention between."""
+    name = k.text("model_type")
+    kimi = name == "kimi_linear"
+    d, n = _sizes(k)
+    heads = k.integer("num_attention_heads")
+    if kimi and k.has("linear_attn_config"):
+        inner = k.inside("linear_attn_config")
+        full = set(inner.indices("full_attn_layers"))  # numbered from 1
+        linear = [i + 1 not in full for i in range(n)]
+        sizes = inner.integer("num_heads"), inner.integer("head_dim"), inner.integer("short_conv_kernel_size")
+    else:
+        linear = linear_layers(k, n, "layer_group_size")
+        sizes = ((k.integer("linear_num_heads"), k.integer("linear_head_dim"), k.integer("linear_conv_kernel_dim"))
+                 if kimi else (heads, k.integer("linear_head_dim", "head_dim"), k.integer("short_conv_kernel_size")))
+    rank = k.integer("q_lora_rank") if k.has("q_lora_rank") else 0
+    attention = mla(d, heads, rank, k.integer("kv_lora_rank"), k.integer("qk_nope_head_dim"),
+                    k.integer("qk_rope_head_dim"), k.integer("v_head_dim"), gate="" if kimi else "heads")
+    recurrent = kimi_delta(d, *sizes, low_rank=kimi)
+    sparse = first_dense(k, n)
+    expert = k.integer("moe_intermediate_size")
+    ffn = moe(d, expert, k.integer("num_experts", "num_local_experts"),
+              k.integer("num_experts_per_token", "num_experts_per_tok"), shared=_shared(k, expert, sparse),
+              selection="buffer", where="config.num_experts_per_token")
+    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    layers = [block("sparse" if on else "dense", recurrent if is_linear else attention, ffn if on else plain,
+                    norm(d, copies=2)) for is_linear, on in zip(linear, sparse, strict=True)]
+    if k.data.get("num_nextn_predict_layers"):
+        k.excluded.append("num_nextn_predict_layers")
+    return decoder(k, name, d, layers, tied=False)
+
+
+@family("granitemoehybrid")
+def granite_hybrid(k: Keys) -> Architecture:
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    words = k.words("layer_types", layers=n, among=(*MAMBA, "attention", "full_attention"))
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    attention = gqa(d, heads, kv, width, bias=bias)
+    state_space = _mamba2(k, d) if any(word in MAMBA for word in words) else attention
+    experts = k.integer("num_local_experts", minimum=0)
+    shared = k.integer("shared_intermediate_size", minimum=0)
+    ffn = (moe(d, k.integer("intermediate_size"), experts, k.integer("num_experts_per_tok"), shared=shared,
+               where="config.num_experts_per_tok") if experts else dense(d, shared))
+    layers = [block("sparse" if experts else "dense", state_space if word in MAMBA else attention, ffn,
+                    norm(d, copies=2)) for word in words]
+    return decoder(k, "granitemoehybrid", d, layers, tied=True)
+
+
+def _mamba2(k: Keys, d: int, norms: bool = True) -> Mixed:
+    """Mamba-2 under the key names of Bamba, Granite and Falcon-H1."""
+    heads = k.integer("mamba_n_heads")
+    if k.data.get("mamba_d_head") == "auto" or not k.has("mamba_d_head"):
+        width = k.divide("mamba_d_head", d * k.integer("mamba_expand"), heads)
+    else:
+        width = k.integer("mamba_d_head")
+    return mamba2(d, heads, width, k.integer("mamba_n_groups"), k.integer("mamba_d_state"), k.integer("mamba_d_conv"),
+                  conv_bias=k.flag("mamba_conv_bias", absent=True), bias=k.flag("mamba_proj_bias", absent=False),
+                  norms=norms)
+
+
+@family("bamba", "falcon_h1")
+def bamba(k: Keys) -> Architecture:
+    """Mamba-2 and attention, in turn (Bamba) or side by side in every layer (Falcon-H1)."""
+    name = k.text("model_type")
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    both = name == "falcon_h1"
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    attention = gqa(d, heads, kv, width, bias=bias)
+    state_space = _mamba2(k, d, norms=not both or k.flag("mamba_rms_norm", absent=False))
+    ffn = dense(d, k.integer("intermediate_size"), bias=k.flag("mlp_bias", absent=False))
+    if both:
+        weights = tuple(attention[0] + state_space[0] + ffn + norm(d, copies=2))
+        layers = [Layer("dense", weights, (attention[1], state_space[1]))] * n
+    else:
+        if k.has("layer_types"):
+            full = [word not in MAMBA for word in k.words("layer_types", layers=n, among=(*MAMBA, *FULL))]
+        else:
+            chosen = set(k.indices("attn_layer_indices"))
+            full = [i in chosen for i in range(n)]
+        layers = [block("dense", attention if on else state_space, ffn, norm(d, copies=2)) for on in full]
+    return decoder(k, name, d, layers, tied=False)
+
+
+@family("nemotron_h")
+def nemotron_h(k: Keys) -> Architecture:
+    """Each layer is one sublayer: Mamba-2, attention, experts (not gated, perhaps on latent channels) or FFN."""
+    d = k.integer("hidden_size")
+    if k.has("hybrid_override_pattern"):
+        kinds = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+        pattern = k.text("hybrid_override_pattern")
+        unknown = sorted(set(pattern) - set(kinds))
+        if unknown:
+            raise ValueError(f"config.hybrid_override_pattern: expected letters of {''.join(kinds)}, got {unknown}")
+        words = [kinds[letter] for letter in pattern]
+    else:
+        given = k.data.get("layers_block_type") or k.data.get("layer_types") or []
+        count = k.integer("num_hidden_layers", absent=len(given))
+        words = k.words("layers_block_type", "layer_types", layers=count,
+                        among=(*MAMBA, "moe", "attention", "full_attention", "mlp"))
+    sublayers = {word: _nemotron(k, d, word) for word in dict.fromkeys(words)}
+    layers = [Layer("sparse" if word == "moe" else "dense", *sublayers[word]) for word in words]
+    if k.data.get("num_nextn_predict_layers"):
+        k.excluded.append("num_nextn_predict_layers")
+    return decoder(k, "nemotron_h", d, layers, tied=False)
+
+
+def _nemotron(k: Keys, d: int, word: str) -> tuple:
+    if word in MAMBA:
+        found, mixer = mamba2(
+            d, k.integer("mamba_num_heads"), k.integer("mamba_head_dim"), k.integer("n_groups", "mamba_n_groups"),
+            k.integer("ssm_state_size"), k.integer("conv_kernel", "mamba_d_conv"),
+            conv_bias=k.flag("use_conv_bias", absent=True), bias=k.flag("mamba_proj_bias", absent=False))
+        return tuple(found + norm(d)), (mixer,)
+    if word in FULL:
+        bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+        found, mixer = gqa(d, *heads_of(k, d, derive=False), bias=bias)
+        return tuple(found + norm(d)), (mixer,)
+    ffn_bias = k.flag("mlp_bias", absent=False)
+    if word == "mlp":
+        return tuple(dense(d, k.integer("intermediate_size"), gated=False, bias=ffn_bias) + norm(d)), ()
+    expert = k.integer("moe_intermediate_size")
+    latent = k.integer("moe_latent_size", absent=0, minimum=0)
+    found = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), gated=False, bias=ffn_bias,
+                shared=_shared(k, expert, [True]), selection="buffer", latent=latent,
+                where="config.num_experts_per_tok")
+    return tuple(found + norm(d)), ()
+
+
+@family("lfm2_moe", "lfm2")
+def lfm2(k: Keys) -> Architecture:
+    name = k.text("model_type")
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    if k.has("layer_types"):
+        full = [word != "conv" for word in k.words("layer_types", layers=n, among=("conv", "full_attention"))]
+    else:
+        chosen = set(k.indices("full_attn_idxs"))
+        full = [i in chosen for i in range(n)]
+    conv = short_conv(d, k.integer("conv_L_cache"), k.flag("conv_bias", absent=False))
+    attention = gqa(d, heads, kv, width, qk_norm="head")
+    hidden = k.integer("intermediate_size", "block_ff_dim")
+    if name == "lfm2" and k.flag("block_auto_adjust_ff_dim", absent=True):
+        step = k.integer("block_multiple_of")
+        scale = k.data.get("block_ffn_dim_multiplier")
+        hidden = int((1.0 if scale is None else scale) * int(2 * hidden / 3))
+        hidden = -(-hidden // step) * step
+    sparse = first_dense(k, n) if name == "lfm2_moe" else [False] * n
+    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
+              selection="buffer" if k.flag("use_expert_bias", absent=True) else "",
+              where="config.num_experts_per_tok") if any(sparse) else []
+    plain = dense(d, hidden)
+    layers = [block("sparse" if on else "dense", attention if is_full else conv, ffn if on else plain,
+                    norm(d, copies=2)) for is_full, on in zip(full, sparse, strict=True)]
+    if k.has("tie_embedding") and not k.has("tie_word_embeddings"):
+        return decoder(k, name, d, layers, tied=k.flag("tie_embedding"))
+    return decoder(k, name, d, layers, tied=True)
+
+
+@family("longcat_flash")
+def longcat(k: Keys) -> Architecture:
+    """Two latent attentions and two dense FFNs a layer, beside experts of which some compute nothing."""
+    d, n = k.integer("hidden_size"), k.integer("num_layers", "num_hidden_layers")
+    found, mixer = mla(d, k.integer("num_attention_heads"), k.integer("q_lora_rank"), k.integer("kv_lora_rank"),
+                       k.integer("qk_nope_head_dim"), k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
+                       bias=k.flag("attention_bias", absent=False))
+    ffn = moe(d, k.integer("expert_ffn_hidden_size", "moe_intermediate_size"), k.integer("n_routed_experts"),
+              k.integer("moe_topk", "num_experts_per_tok"), selection="buffer",
+              idle=k.integer("zero_expert_num", minimum=0), router_bias=k.flag("router_bias", absent=False),
+              where="config.moe_topk")
+    plain = dense(d, k.integer("ffn_hidden_size", "intermediate_size"))
+    layer = Layer("sparse", tuple(found * 2 + ffn + plain * 2 + norm(d, copies=4)), (mixer, mixer))
+    if k.data.get("num_nextn_predict_layers"):
+        k.excluded.append("num_nextn_predict_layers")
+    return decoder(k, "longcat_flash", d, [layer] * n, tied=False)
+
+
+@family("jetmoe")
+def jetmoe(k: Keys) -> Architecture:
+    """Attention is a mixture too: each expert has its own query and output projections."""
+    d, n = _sizes(k)
+    kv, width, top_k = k.integer("num_key_value_heads"), k.integer("kv_channels"), k.integer("num_experts_per_tok")
+    experts = k.integer("num_local_experts")
+    inner = kv * width
+    found, mixer = gqa(d, kv * top_k, kv, width)
+    found = (matrix("attention", inner, d, copies=experts, used=top_k)
+             + matrix("attention", d, inner, copies=experts, used=top_k)
+             + matrix("attention", 2 * inner, d) + matrix("router", experts, d) + [Weight("attention", (d,), "bias")])
+    ffn = moe(d, k.integer("intermediate_size"), experts, top_k, where="config.num_experts_per_tok")
+    layer = block("sparse", (found, mixer), [*ffn, Weight("routed", (d,), "bias")], norm(d, copies=2))
+    return decoder(k, "jetmoe", d, [layer] * n, tied=True)
+
+
+@family("cohere2_moe", "cohere2", "cohere")
+def cohere(k: Keys) -> Architecture:
+    """Attention and FFN side by side behind one norm; Command A+ and its dense predecessors."""
+    name = k.text("model_type")
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    sparse = [False] * n
+    ffn: list[Weight] = []
+    if name == "cohere2_moe":
+        sparse = first_dense(k, n, absent=0)
+        expert = k.integer("intermediate_size")
+        ffn = moe(d, expert, k.integer("num_experts"), k.integer("num_experts_per_tok"),
+                  shared=expert * k.integer("num_shared_experts", minimum=0), where="config.num_experts_per_tok")
+    hidden = "prefix_dense_intermediate_size" if k.has("prefix_dense_intermediate_size") else "intermediate_size"
+    plain = dense(d, k.integer(hidden)) if not all(sparse) else []
+    qk_norm = "heads" if name == "cohere" and k.flag("use_qk_norm", absent=False) else ""
+    layers = [block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, qk_norm=qk_norm, window=window),
+                    ffn if on else plain, norm(d)) for on, window in zip(sparse, windows(k, n), strict=True)]
+    return decoder(k, name, d, layers, tied=True)

@@ -1,0 +1,245 @@
+"""Families whose layers are grouped-query attention and a mixture of experts."""
+
+from __future__ import annotations
+
+from .families import block, decoder, family, first_dense, heads_of, predictor, sparse_step, windows
+from .ffns import dense, moe
+from .mixers import Mixed, gqa
+from .reader import Keys
+from .weights import Architecture, Layer, norm
+
+
+def _sizes(k: Keys) -> tuple[int, int]:
+    return k.integer("hidden_size"), k.integer("num_hidden_layers")
+
+
+@family("mixtral", "olmoe", "flex_olmo", "minimax_m2", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa",
+        "aria_text")
+def every_layer(k: Keys) -> Architecture:
+    """Every layer sparse, `intermediate_size` is the expert width."""
+    name = k.text("model_type")
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    qk_norm = "full" if name in ("olmoe", "flex_olmo", "minimax_m2") else ""
+    expert, experts = k.integer("intermediate_size"), k.integer("num_local_experts", "num_experts", "moe_num_experts")
+    shared = expert * k.integer("moe_num_shared_experts", minimum=0) if name == "aria_text" else 0
+    if name in ("granitemoeshared", "granitemoe_swa"):
+        shared = k.integer("shared_intermediate_size", absent=0, minimum=0)
+    norm_bias = name == "phimoe"
+    ffn = moe(d, expert, experts, k.integer("num_experts_per_tok", "moe_topk"), shared=shared,
+              selection="buffer" if name == "minimax_m2" else "", where="config.num_experts_per_tok")
+    layers = [
+        block("sparse", gqa(d, heads, kv, width, bias=bias, qk_norm=qk_norm, sinks=name == "granitemoe_swa",
+                            window=window), ffn, norm(d, norm_bias, 2))
+        for window in windows(k, n)
+    ]
+    tied = name.startswith("granite")
+    return decoder(k, name, d, layers, tied=tied, norm_bias=norm_bias,
+                   head_bias=name == "phimoe" and k.flag("lm_head_bias", absent=False))
+
+
+@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum")
+def qwen(k: Keys) -> Architecture:
+    name = k.text("model_type")
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d, derive=name in ("qwen2_moe", "qwen3_moe"))
+    second = name == "qwen2_moe"
+    if second:
+        bias = "qkv" if k.flag("qkv_bias", absent=True) else ""
+    else:
+        bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    sparse = first_dense(k, n) if name == "mellum" and k.has("mlp_layer_types") else sparse_step(k, n)
+    experts = k.integer("num_experts", "num_local_experts")
+    ffn = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"),
+              shared=k.integer("shared_expert_intermediate_size", minimum=0) if second else 0, shared_gate=second,
+              where="config.num_experts_per_tok")
+    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    layers = [
+        block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, qk_norm="" if second else "head"),
+              ffn if on else plain, norm(d, copies=2))
+        for on in sparse
+    ]
+    return decoder(k, name, d, layers, tied=False)
+
+
+@family("gpt_oss", "openai_privacy_filter")
+def gpt_oss(k: Keys) -> Architecture:
+    """Biases on experts, router and attention; a sink for each head."""
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d, derive=False)
+    bias = "qkvo" if k.flag("attention_bias", absent=True) else ""
+    ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"),
+              k.integer("num_experts_per_tok", "experts_per_token"), bias=True, router_bias=True,
+              where="config.num_experts_per_tok")
+    layers = [block("sparse", gqa(d, heads, kv, width, bias=bias, sinks=True, window=window), ffn, norm(d, copies=2))
+              for window in windows(k, n)]
+    return decoder(k, k.text("model_type"), d, layers, tied=False)
+
+
+@family("dbrx")
+def dbrx(k: Keys) -> Architecture:
+    d, n = k.integer("d_model"), k.integer("n_layers")
+    attention, ffn_keys = k.inside("attn_config"), k.inside("ffn_config")
+    heads = k.integer("n_heads")
+    width = k.divide("head_dim", d, heads)
+    ffn = moe(d, ffn_keys.integer("ffn_hidden_size"), ffn_keys.integer("moe_num_experts"),
+              ffn_keys.integer("moe_top_k"), where="config.ffn_config.moe_top_k")
+    mixed = gqa(d, heads, attention.integer("kv_n_heads"), width)
+    return decoder(k, "dbrx", d, [block("sparse", mixed, ffn, norm(d, copies=2))] * n, tied=False)
+
+
+@family("llama4", "llama4_text")
+def llama4(k: Keys) -> Architecture:
+    k = tower(k)
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    if k.has("moe_layers"):
+        chosen = set(k.indices("moe_layers"))
+        sparse = [i in chosen for i in range(n)]
+    else:
+        step = k.integer("interleave_moe_layer_step")
+        sparse = [(i + 1) % step == 0 for i in range(n)]
+    width_expert = k.integer("intermediate_size")
+    ffn = moe(d, width_expert, k.integer("num_local_experts"), k.integer("num_experts_per_tok"), shared=width_expert,
+              where="config.num_experts_per_tok")
+    plain = dense(d, k.integer("intermediate_size_mlp")) if not all(sparse) else []
+    layers = [block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, window=window),
+                    ffn if on else plain, norm(d, copies=2))
+              for on, window in zip(sparse, windows(k, n, "attention_chunk_size"), strict=True)]
+    return decoder(k, "llama4", d, layers, tied=False)
+
+
+def tower(k: Keys, *names: str) -> Keys:
+    """The language model inside a multimodal config; the other towers are named as excluded."""
+    inner = next((name for name in (*names, "text_config", "llm_config", "language_config") if k.has(name)), "")
+    if not inner:
+        return k
+    k.excluded.extend(name for name in ("vision_config", "audio_config", "speech_config") if k.has(name))
+    return k.inside(inner)
+
+
+@family("ernie4_5_moe")
+def ernie(k: Keys) -> Architecture:
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    bias = k.flag("use_bias", absent=False)
+    start, interval = k.integer("moe_layer_start_index", minimum=0), k.integer("moe_layer_interval", absent=1)
+    end = k.integer("moe_layer_end_index", minimum=-1)
+    end = n - 1 if end == -1 else end
+    sparse = [(i + 1) % interval == 0 and start <= i <= end for i in range(n)]
+    expert = k.integer("moe_intermediate_size")
+    ffn = moe(d, expert, k.integer("moe_num_experts"), k.integer("moe_k", "moe_topk"), shared_bias=bias,
+              shared=expert * k.integer("moe_num_shared_experts", minimum=0), selection="parameter",
+              where="config.moe_k")
+    plain = dense(d, k.integer("intermediate_size"), bias=bias) if not all(sparse) else []
+    layers = [block("sparse" if on else "dense", gqa(d, heads, kv, width, bias="qkvo" if bias else ""),
+                    ffn if on else plain, norm(d, copies=2)) for on in sparse]
+    return decoder(k, "ernie4_5_moe", d, layers, tied=True, head_bias=bias)
+
+
+@family("hunyuan_v1_moe", "hunyuan", "hunyuan_moe")
+def hunyuan(k: Keys) -> Architecture:
+    """Hunyuan-A13B and Hunyuan-Large: sizes may be lists, one entry a layer."""
+    name = k.text("model_type")
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d)
+    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    qk_norm = "head" if k.flag("use_qk_norm", absent=True) else ""
+    experts = k.each("num_experts", layers=n, minimum=1)
+    top_k = k.each("moe_topk", "num_experts_per_tok", layers=n, minimum=1)
+    plain = k.integer("intermediate_size")
+    expert = k.each("moe_intermediate_size", layers=n, minimum=1, absent=plain)
+    shared = k.each("num_shared_expert", layers=n, absent=1)
+    mlp = k.flag("use_mixed_mlp_moe", absent=True)
+    share_kv = k.integer("cla_share_factor", absent=1) if k.flag("use_cla", absent=False) else 1
+    layers = []
+    for i in range(n):
+        mixed = gqa(d, heads, kv if i % share_kv == 0 else 0, width, bias=bias, qk_norm=qk_norm)
+        if experts[i] == 1:
+            ffn = dense(d, plain)
+        else:
+            width_shared = shared[i] * expert[i] if k.has("moe_intermediate_size") else shared[i] * plain
+            ffn = moe(d, expert[i], experts[i], top_k[i], shared=width_shared * mlp, where="config.moe_topk")
+        layers.append(block("dense" if experts[i] == 1 else "sparse", mixed, ffn, norm(d, copies=2)))
+    return decoder(k, name, d, layers, tied=True)
+
+
+def _shared(k: Keys, expert: int, sparse: list[bool]) -> int:
+    """Width of the shared experts: a number of them, or a width of their own."""
+    if k.has("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
+        if not k.has("n_shared_experts", "num_shared_experts"):
+            return k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)
+        own = k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)
+        return own * (k.integer("n_shared_experts", "num_shared_experts", minimum=0) > 0)
+    return expert * k.integer("n_shared_experts", "num_shared_experts", minimum=0) if any(sparse) else 0
+
+
+GROUPED = {
+    # family: (bias of these projections when attention_bias, default of attention_bias, qk norm, selection bias,
+    #          gate, norms a layer)
+    "glm4_moe": ("qkv", False, "flag", "buffer", "", 2),
+    "glm4v_moe_text": ("qkv", True, "", "buffer", "", 2),
+    "sarvam_moe": ("qkv", False, "flag", "buffer", "", 2),
+    "dots1": ("qkvo", False, "head", "buffer", "", 2),
+    "solar_open": ("qkvo", False, "", "buffer", "", 2),
+    "exaone_moe": ("", False, "head", "buffer", "", 2),
+    "hy_v3": ("qkvo", False, "head", "buffer", "", 2),
+    "afmoe": ("qkvo", False, "head", "parameter", "channels", 4),
+    "laguna": ("qkvo", False, "head", "parameter", "heads", 2),
+    "deepseek": ("qkvo", False, "", "", "", 2),
+    "bailing_moe": ("", False, "", "", "", 2),
+    "bailing_moe_v2": ("", False, "flag", "buffer", "", 2),
+    "mimo_v2_flash": ("qkv", False, "", "buffer", "", 2),
+}
+
+
+@family(*GROUPED)
+def grouped(k: Keys) -> Architecture:
+    """DeepSeek's layout of experts (first layers dense, shared beside routed) on grouped-query attention."""
+    name = k.text("model_type")
+    letters, absent, qk_norm, selection, gate, norms = GROUPED[name]
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d, derive=name not in ("mimo_v2_flash", "afmoe", "laguna"))
+    bias = letters if letters and k.flag("attention_bias", absent=absent) else ""
+    if name.startswith("bailing"):
+        bias = "qkv" * k.flag("use_qkv_bias", absent=False) + "o" * k.flag("use_bias", absent=False)
+    if qk_norm == "flag":
+        qk_norm = "head" if k.flag("use_qk_norm", absent=name == "bailing_moe_v2") else ""
+    sparse = first_dense(k, n, **({"absent": 0} if name in ("solar_open", "bailing_moe") else {}))
+    expert = k.integer("moe_intermediate_size")
+    ffn = moe(d, expert, k.integer("n_routed_experts", "num_experts", "num_local_experts"),
+              k.integer("num_experts_per_tok", "num_experts_per_token", "top_k"),
+              shared=0 if name == "mimo_v2_flash" else _shared(k, expert, sparse), selection=selection,
+              where="config.num_experts_per_tok") if any(sparse) else []
+    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    per_layer = k.each("num_attention_heads_per_layer", layers=n, absent=heads) if name == "laguna" else [heads] * n
+    layers = []
+    for i, window in enumerate(windows(k, n)):
+        if name == "mimo_v2_flash":
+            mixed = _mimo(k, d, i, n, bias, window)
+        else:
+            mixed = gqa(d, per_layer[i], kv, width, bias=bias, qk_norm=qk_norm, gate=gate, window=window)
+        layers.append(block("sparse" if sparse[i] else "dense", mixed, ffn if sparse[i] else plain,
+                            norm(d, copies=norms)))
+    mtp: tuple[Layer, ...] = ()
+    if name.startswith(("glm4", "sarvam", "bailing_moe_v2")) and sparse[-1]:
+        mtp = (predictor(d, layers[-1]),) * k.integer("num_nextn_predict_layers", absent=0, minimum=0)
+    elif k.has("num_nextn_predict_layers") and k.data["num_nextn_predict_layers"]:
+        k.excluded.append("num_nextn_predict_layers")
+    return decoder(k, name, d, layers, tied=False, mtp=mtp, mtp_copies=True)
+
+
+def _mimo(k: Keys, d: int, i: int, layers: int, bias: str, window: int | None) -> Mixed:
+    """MiMo-V2-Flash: window layers have sinks and their own heads."""
+    slides = k.words("layer_types", layers=layers, among=("full_attention", "sliding_attention"))[i] != "full_attention"
+    prefix = "swa_" if slides else ""
+    heads = k.integer(f"{prefix}num_attention_heads", "num_attention_heads")
+    if slides and not k.has("swa_num_key_value_heads"):
+        kv = 2 * k.integer("num_key_value_heads")
+        k.assumed["swa_num_key_value_heads"] = kv
+    else:
+        kv = k.integer(f"{prefix}num_key_value_heads")
+    return gqa(d, heads, kv, k.integer(f"{prefix}head_dim", "head_dim"), k.integer(f"{prefix}v_head_dim", "v_head_dim"),
+               bias=bias, sinks=slides, window=window)

@@ -1,0 +1,179 @@
+"""DeepSeek-V4, encoder-decoders with experts, and models known from a paper's table alone."""
+
+from __future__ import annotations
+
+from .families import block, decoder, family, first_dense
+from .families_moe import _sizes
+from .ffns import dense, moe
+from .mixers import gqa
+from .reader import Keys
+from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
+
+COMPRESSED = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+
+
+@family("deepseek_v4")
+def deepseek_v4(k: Keys) -> Architecture:
+    """Shared key/value head, compressed caches, grouped output projection, hyper-connections, experts everywhere.
+
+    Hyper-connections count with the sublayer they surround. Layers with hash routing have no selection bias; their
+    token table is no parameter.
+    """
+    d, n = _sizes(k)
+    if k.has("layer_types"):
+        kinds = k.words("layer_types", layers=n, among=COMPRESSED.values())
+    else:
+        ratios = k.data.get("compress_ratios")
+        if not isinstance(ratios, list) or len(ratios) < n or any(r not in COMPRESSED for r in ratios):
+            known = sorted(COMPRESSED)
+            raise ValueError(f"config.compress_ratios: expected at least {n} values of {known}, got {ratios}")
+        kinds = [COMPRESSED[r] for r in ratios[:n]]
+    hashed = (sum(word == "hash_moe" for word in k.words("mlp_layer_types", layers=n, among=("hash_moe", "moe")))
+              if k.has("mlp_layer_types") else k.integer("num_hash_layers", minimum=0))
+    expert, streams = k.integer("moe_intermediate_size"), k.integer("hc_mult")
+    shared = expert * k.integer("n_shared_experts", minimum=0)
+    sizes = d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok")
+    maps = streams * streams + 2 * streams
+    layers = []
+    for i, kind in enumerate(kinds):
+        found, mixer = _v4_attention(k, d, kind)
+        found += _hyper(maps, streams * d, 3, "attention")
+        ffn = moe(*sizes, shared=shared, selection="" if i < hashed else "buffer", where="config.num_experts_per_tok")
+        ffn += _hyper(maps, streams * d, 3, "dense")
+        layers.append(block("sparse", (found, mixer), ffn, norm(d, copies=2)))
+    if k.data.get("num_nextn_predict_layers"):
+        k.excluded.append("num_nextn_predict_layers")
+    return decoder(k, "deepseek_v4", d, layers, tied=False, extra=tuple(_hyper(streams, streams * d, 1, "other")))
+
+
+def _hyper(rows: int, columns: int, scales: int, part: str) -> list[Weight]:
+    return [*matrix(part, rows, columns), Weight(part, (rows,), "filter"), Weight(part, (scales,), "filter")]
+
+
+def _compressor(d: int, rate: int, width: int, cached: int) -> list[Weight]:
+    """Keys and values of `rate` tokens pooled into one, with learned weights."""
+    return [Weight("attention", (rate, width), "filter"), *matrix("attention", width, d) * 2, *norm(cached)]
+
+
+def _v4_attention(k: Keys, d: int, kind: str) -> tuple[list[Weight], Mixer]:
+    heads, width, rank = k.integer("num_attention_heads"), k.integer("head_dim"), k.integer("q_lora_rank")
+    groups, inner = k.integer("o_groups"), k.integer("o_lora_rank")
+    found = matrix("attention", rank, d) + norm(rank) + matrix("attention", heads * width, rank)
+    found += matrix("attention", width, d) + norm(width)
+    found += matrix("attention", groups * inner, k.divide("o_group_width", heads * width, groups))
+    found += [*matrix("attention", d, groups * inner), Weight("attention", (heads,), "filter")]
+    rates = k.data.get("compress_rates") or {word: rate for rate, word in COMPRESSED.items()}
+    if kind == "heavily_compressed_attention":
+        found += _compressor(d, rates[kind], width, width)
+    elif kind == "compressed_sparse_attention":
+        index_heads, index = k.integer("index_n_heads"), k.integer("index_head_dim")
+        found += _compressor(d, rates[kind], 2 * width, width) + _compressor(d, rates[kind], 2 * index, index)
+        found += matrix("attention", index_heads * index, rank) + matrix("attention", index_heads, d)
+    window = k.integer("sliding_window", absent=0) or None
+    return found, Mixer(heads, width, width, window, width)
+
+
+@family("t5", "switch_transformers", "mt5", "umt5")
+def t5(k: Keys) -> Architecture:
+    """T5 and Switch Transformers: encoder and decoder with relative positions, FFNs without biases."""
+    name = k.text("model_type")
+    d, heads, width, hidden = k.integer("d_model"), k.integer("num_heads"), k.integer("d_kv"), k.integer("d_ff")
+    encoders = k.integer("num_layers")
+    decoders = k.integer("num_decoder_layers", absent=encoders)
+    gated = k.text("feed_forward_proj", absent="relu").startswith("gated")
+    buckets = k.integer("relative_attention_num_buckets")
+    layers = []
+    for stack, n in (("encoder", encoders), ("decoder", decoders)):
+        every = 0
+        if name == "switch_transformers":
+            count = k.integer(f"num_sparse_{stack}_layers", minimum=0)
+            every = n // count if count else 0
+        for i in range(n):
+            found, mixer = gqa(d, heads, heads, width)
+            times = 2 if stack == "decoder" else 1
+            found = found * times
+            if i == 0 or name == "umt5":
+                found = [*found, Weight("attention", (buckets, heads), "filter")]
+            sparse = bool(every) and (i % every == 1 or every == 1)
+            ffn = (moe(d, hidden, k.integer("num_experts"), 1, gated=False, where="config.num_experts",
+                       router_bias=k.flag("router_bias", absent=False)) if sparse
+                   else dense(d, hidden, gated=gated))
+            weights = tuple(found + ffn + norm(d, copies=1 + times))
+            layers.append(Layer("sparse" if sparse else "dense", weights, (mixer,) * times))
+    return decoder(k, name, d, layers, tied=True, extra=tuple(norm(d)))
+
+
+@family("nllb_moe", "nllb-moe")
+def nllb(k: Keys) -> Architecture:
+    """NLLB-MoE: encoder and decoder, top-2 experts in every few layers, biases everywhere."""
+    d = k.integer("d_model")
+    layers = []
+    for stack in ("encoder", "decoder"):
+        n, heads = k.integer(f"{stack}_layers"), k.integer(f"{stack}_attention_heads")
+        hidden, every = k.integer(f"{stack}_ffn_dim"), k.integer(f"{stack}_sparse_step", minimum=0)
+        for i in range(n):
+            found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+            times = 2 if stack == "decoder" else 1
+            sparse = bool(every) and (i + 1) % every == 0
+            ffn = (moe(d, hidden, k.integer("num_experts"), 2, gated=False, bias=True, where="config.num_experts",
+                       router_bias=k.flag("router_bias", absent=False)) if sparse
+                   else dense(d, hidden, gated=False, bias=True))
+            layers.append(Layer("sparse" if sparse else "dense",
+                                tuple(found * times + ffn + norm(d, True, 1 + times)), (mixer,) * times))
+    return decoder(k, "nllb_moe", d, layers, tied=True, norm_bias=True, extra=tuple(norm(d, True)))
+
+
+@family("paper", "grok-1", "arctic")
+def paper(k: Keys) -> Architecture:
+    """A decoder described by the handful of sizes that papers print.
+
+    Keys: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, vocab_size,
+    tie_word_embeddings, intermediate (expert width, or the FFN's without experts), num_experts, num_experts_per_tok,
+    first_k_dense_replace and dense_intermediate, n_shared_experts and shared_intermediate; and, where it differs
+    from a gated pre-norm decoder without biases: gated, norms_per_layer, norm_bias, bias, residual_intermediate (a
+    dense FFN beside the experts), learned_positions (counted with the body, as the GPT-3 paper does).
+    """
+    if k.data.get("model_type") == "grok-1":
+        k.data = {"norms_per_layer": 4, "tie_word_embeddings": True, **_renamed(k)}
+    elif k.data.get("model_type") == "arctic":
+        k.data = {"residual_intermediate": k.data.get("hidden_size"), "norms_per_layer": 3, **_renamed(k)}
+    d, n = _sizes(k)
+    heads, kv, width = k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim")
+    bias, gated = k.flag("bias", absent=False), k.flag("gated", absent=True)
+    norm_bias = k.flag("norm_bias", absent=False)
+    norms = norm(d, norm_bias, k.integer("norms_per_layer", absent=2))
+    mixed = gqa(d, heads, kv, width, bias="qkvo" if bias else "")
+    experts, hidden = k.integer("num_experts", minimum=0), k.integer("intermediate")
+    residual = dense(d, k.integer("residual_intermediate", absent=0, minimum=0), gated=gated, bias=bias)
+    if experts:
+        sparse = first_dense(k, n, absent=0)
+        shared = k.integer("n_shared_experts", absent=0, minimum=0)
+        ffn = moe(d, hidden, experts, k.integer("num_experts_per_tok"), gated=gated, bias=bias,
+                  shared=shared * k.integer("shared_intermediate", minimum=0) if shared else 0,
+                  where="config.num_experts_per_tok")
+        plain = dense(d, k.integer("dense_intermediate"), gated=gated, bias=bias) if not all(sparse) else []
+    else:
+        sparse, ffn, plain = [False] * n, [], dense(d, hidden, gated=gated, bias=bias)
+    layers = [block("sparse" if on else "dense", mixed, (ffn if on else plain) + residual, norms) for on in sparse]
+    positions = k.integer("learned_positions", absent=0, minimum=0)
+    extra = (Weight("other", (positions, d), "table"),) if positions else ()
+    if k.flag("encoder_decoder", absent=False):
+        return _transformer(k, d, n, mixed, plain, norms, norm_bias)
+    return decoder(k, "paper", d, layers, tied=k.tied(False), norm_bias=norm_bias, extra=extra)
+
+
+def _renamed(k: Keys) -> dict:
+    """The keys of Grok-1's and Arctic's own configs, under the names of a paper description."""
+    d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
+    names = {"intermediate": "intermediate_size", "num_experts": "num_local_experts"}
+    found = {new: k.data[old] for new, old in names.items() if k.has(old)}
+    given = {key: value for key, value in k.data.items() if value is not None}
+    return {"head_dim": k.divide("head_dim", d, heads), **found, **given}
+
+
+def _transformer(k: Keys, d: int, n: int, mixed, ffn: list[Weight], norms: list[Weight],
+                 norm_bias: bool) -> Architecture:
+    """The encoder and decoder of 2017: post-norm, no final norm, one table for both embeddings and the head."""
+    below = block("dense", mixed, ffn, norms)
+    above = Layer("dense", tuple(mixed[0] * 2 + ffn + norms + norm(d, norm_bias)), (mixed[1],) * 2)
+    return decoder(k, "transformer", d, [below] * n + [above] * n, tied=True, final_norm=False)

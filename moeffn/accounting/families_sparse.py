@@ -1,0 +1,121 @@
+"""Families with experts behind latent attention, and those whose attention picks the tokens it looks at."""
+
+from __future__ import annotations
+
+from .families import block, decoder, family, first_dense, heads_of, predictor
+from .families_moe import _shared, _sizes, tower
+from .ffns import dense, moe
+from .mixers import gqa, indexer, mla
+from .reader import Keys
+from .weights import Architecture, Layer, matrix, norm
+
+LATENT = {
+    # family: (selection bias, mtp as in DeepSeek-V3, extra norm after a sparse FFN)
+    "deepseek_v2": ("", False, False),
+    "deepseek_v3": ("buffer", True, False),
+    "deepseek_v32": ("buffer", True, False),
+    "kimi_k2": ("buffer", True, False),
+    "glm4_moe_lite": ("buffer", True, False),
+    "glm_moe_dsa": ("buffer", True, False),
+    "mistral4": ("", False, False),
+    "sarvam_mla": ("buffer", True, False),
+    "axk1": ("buffer", False, True),
+}
+
+
+@family(*LATENT, "kimi_k25")
+def latent(k: Keys) -> Architecture:
+    """DeepSeek's layout of experts on multi-head latent attention, with or without a sparse-attention index."""
+    k = tower(k)
+    name = k.text("model_type")
+    selection, has_mtp, after = LATENT.get(name, LATENT["deepseek_v3"])
+    d, n = _sizes(k)
+    heads = k.integer("num_attention_heads")
+    if k.data.get("q_lora_rank", 0) is None:
+        rank = 0
+    elif name == "sarvam_mla" and not k.has("q_lora_rank"):
+        rank = 0
+    else:
+        rank = k.integer("q_lora_rank")
+    found, mixer = mla(d, heads, rank, k.integer("kv_lora_rank"), k.integer("qk_nope_head_dim"),
+                       k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
+                       bias=k.flag("attention_bias", absent=False))
+    if name in ("deepseek_v32", "glm_moe_dsa"):
+        found += indexer(d, rank, k.integer("index_n_heads"), k.integer("index_head_dim"))
+    sparse = first_dense(k, n) if k.has("n_routed_experts") else [False] * n
+    ffn = []
+    if any(sparse):
+        expert = k.integer("moe_intermediate_size")
+        ffn = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"),
+                  shared=_shared(k, expert, sparse), selection=selection, where="config.num_experts_per_tok")
+    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    layers = [block("sparse" if on else "dense", (found, mixer), ffn if on else plain,
+                    norm(d, copies=2 + (after and on))) for on in sparse]
+    mtp: tuple[Layer, ...] = ()
+    if has_mtp and sparse[-1]:
+        mtp = (predictor(d, layers[-1]),) * k.integer("num_nextn_predict_layers", absent=0, minimum=0)
+    return decoder(k, name, d, layers, tied=False, mtp=mtp, mtp_copies=True)
+
+
+@family("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3")
+def minimax_m3(k: Keys) -> Architecture:
+    """MiniMax-M3: block-sparse attention with an index in some layers; the experts' width is `intermediate_size`."""
+    k = tower(k)
+    d, n = _sizes(k)
+    heads, kv, width = heads_of(k, d, derive=False)
+    index = k.inside("sparse_attention_config") if k.has("sparse_attention_config") else k
+    if k.has("layer_types"):
+        words = k.words("layer_types", layers=n, among=("full_attention", "minimax_m3_sparse"))
+        indexed = [word != "full_attention" for word in words]
+    else:
+        indexed = [bool(v) for v in index.each("sparse_attention_freq", layers=n)]
+    sparse = first_dense(k, n, absent=0)
+    ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
+              shared=k.integer("shared_intermediate_size", minimum=0), selection="buffer",
+              where="config.num_experts_per_tok")
+    plain = dense(d, k.integer("dense_intermediate_size")) if not all(sparse) else []
+    found, mixer = gqa(d, heads, kv, width, qk_norm="head")
+    chooser = []
+    if any(indexed):
+        wide = index.integer("index_head_dim", "sparse_index_dim")
+        chooser = matrix("attention", index.integer("index_n_heads", "sparse_num_index_heads") * wide, d)
+        chooser += matrix("attention", wide, d) + norm(wide, copies=2)
+    layers = [block("sparse" if on else "dense", (found + chooser if look else found, mixer), ffn if on else plain,
+                    norm(d, copies=2)) for look, on in zip(indexed, sparse, strict=True)]
+    return decoder(k, "minimax_m3", d, layers, tied=False)
+
+
+@family("step3p5", "step3p7")
+def step(k: Keys) -> Architecture:
+    """Step-3.5: a gate for each head, more heads in window layers; lists may run on over the prediction layers."""
+    k = tower(k)
+    d, n = _sizes(k)
+    heads, width = k.integer("num_attention_heads"), k.integer("head_dim")
+    kv = k.integer("num_key_value_heads", "num_attention_groups")
+    extra = k.integer("num_nextn_predict_layers", absent=0, minimum=0)
+    listed = k.data.get("layer_types")
+    words = k.words("layer_types", layers=n + extra if isinstance(listed, list) and len(listed) == n + extra else n,
+                    among=("full_attention", "sliding_attention"))[:n]
+    other = k.inside("attention_other_setting") if k.has("attention_other_setting") else None
+    more = (other.integer("num_attention_heads") if other else k.integer("num_sliding_attention_heads", absent=heads))
+    if k.has("moe_layers_enum"):
+        chosen = k.data["moe_layers_enum"]
+        chosen = {int(i) for i in (chosen.split(",") if isinstance(chosen, str) else chosen)}
+        sparse = [i in chosen for i in range(n)]
+    else:
+        sparse = first_dense(k, n)
+    expert = k.integer("moe_intermediate_size")
+    ffn = moe(d, expert, k.integer("n_routed_experts", "moe_num_experts"),
+              k.integer("num_experts_per_tok", "moe_top_k"), selection="buffer",
+              shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0), where="config.num_experts_per_tok")
+    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    window = k.integer("sliding_window", absent=0, minimum=0) or None
+    layers = []
+    for word, on in zip(words, sparse, strict=True):
+        sliding = word == "sliding_attention"
+        mixed = gqa(d, more if sliding else heads, kv, width, qk_norm="head", gate="heads",
+                    window=window if sliding else None)
+        layers.append(block("sparse" if on else "dense", mixed, ffn if on else plain, norm(d, copies=2)))
+    if extra:
+        k.excluded.append("num_nextn_predict_layers")
+    return decoder(k, "step3p5", d, layers, tied=False)

@@ -1,0 +1,48 @@
+"""Published models by name: their configs, with the source of each, in presets.json."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's config and where it comes from. convention: a name of `VENDORS`, that of the published figures.
+    published: the vendor's total and active figure, rounded as the vendor prints them (None where none is known)."""
+
+    name: str
+    config: dict[str, Any]
+    source: str
+    convention: str
+    published_total: float | None
+    published_active: float | None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@lru_cache(maxsize=1)
+def presets() -> dict[str, Preset]:
+    """All presets, by name."""
+    data = json.loads(files(__package__).joinpath("presets.json").read_text(encoding="utf-8"))
+    return {entry["name"]: Preset(**entry) for entry in data}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of a name; case and punctuation do not matter. Raises ValueError naming close ones."""
+    known = presets()
+    wanted = {_plain(key): key for key in known}
+    if _plain(name) in wanted:
+        return known[wanted[_plain(name)]]
+    if "/" in name and _plain(name.rsplit("/", 1)[1]) in wanted:
+        return known[wanted[_plain(name.rsplit("/", 1)[1])]]
+    near = difflib.get_close_matches(_plain(name), wanted, 4, 0.5)
+    hint = f"; close presets: {', '.join(wanted[n] for n in near)}" if near else ""
+    raise ValueError(f"source: {name!r} is neither a file nor a preset{hint} (`presets()` lists them)")

@@ -1,0 +1,128 @@
+"""Reading a model's config.json: strict about sizes, explicit about what is left out.
+
+A size that is missing is an error that names it; no library's default ever fills it (OlmoeConfig's would turn a
+6.9B model into 13.4B). A few keys have a plain meaning when absent (no `attention_bias` in a Llama config: no
+biases); each such reading is written down in `Keys.assumed` and shown with the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+REQUIRED: Any = object()
+
+
+class Keys:
+    """One level of a config. `outer` is the level above, from which the tying of embeddings is inherited."""
+
+    def __init__(self, data: Mapping[str, Any], where: str = "config", outer: Keys | None = None) -> None:
+        if not isinstance(data, Mapping):
+            raise TypeError(f"{where}: expected an object of keys and values, got {type(data).__name__}")
+        self.data = data
+        self.where = where
+        self.outer = outer
+        self.assumed: dict[str, object] = outer.assumed if outer else {}
+        self.excluded: list[str] = outer.excluded if outer else []
+
+    def has(self, *names: str) -> bool:
+        return any(self.data.get(name) is not None for name in names)
+
+    def _find(self, names: tuple[str, ...], absent: Any) -> tuple[str, Any]:
+        for name in names:
+            if self.data.get(name) is not None:
+                return name, self.data[name]
+        if absent is REQUIRED:
+            known = f" (read as {' or '.join(names[1:])} too)" if len(names) > 1 else ""
+            raise ValueError(f"{self.where}.{names[0]} is missing{known}: it is never filled from a default")
+        self.assumed[names[0]] = absent
+        return names[0], None
+
+    def _integer(self, name: str, value: Any, minimum: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{self.where}.{name}: expected an integer, got {type(value).__name__} {value!r}")
+        if value < minimum:
+            raise ValueError(f"{self.where}.{name}: expected at least {minimum}, got {value}")
+        return value
+
+    def integer(self, *names: str, absent: Any = REQUIRED, minimum: int = 1) -> int:
+        """The first of `names` that is present; a list of equal integers is read as that integer."""
+        name, value = self._find(names, absent)
+        if value is None:
+            return absent
+        if isinstance(value, list | tuple):
+            if not value or len(set(map(str, value))) > 1:
+                raise TypeError(f"{self.where}.{name}: expected an integer, got a list that differs by layer: {value}")
+            value = value[0]
+        return self._integer(name, value, minimum)
+
+    def each(self, *names: str, layers: int, absent: Any = REQUIRED, minimum: int = 0) -> list[int]:
+        """One integer for every layer, from a list of `layers` integers or from one integer for all."""
+        name, value = self._find(names, absent)
+        if value is None:
+            return [absent] * layers
+        if not isinstance(value, list | tuple):
+            return [self._integer(name, value, minimum)] * layers
+        if len(value) != layers:
+            raise ValueError(f"{self.where}.{name}: expected {layers} entries, one for each layer, got {len(value)}")
+        return [self._integer(f"{name}[{i}]", v, minimum) for i, v in enumerate(value)]
+
+    def flag(self, *names: str, absent: Any = REQUIRED) -> bool:
+        name, value = self._find(names, absent)
+        if value is None:
+            return absent
+        if not isinstance(value, bool):
+            raise TypeError(f"{self.where}.{name}: expected true or false, got {type(value).__name__} {value!r}")
+        return value
+
+    def text(self, *names: str, absent: Any = REQUIRED) -> str:
+        name, value = self._find(names, absent)
+        if value is None:
+            return absent
+        if not isinstance(value, str):
+            raise TypeError(f"{self.where}.{name}: expected a string, got {type(value).__name__} {value!r}")
+        return value
+
+    def words(self, *names: str, layers: int, among: Iterable[str]) -> list[str]:
+        """A word for every layer, each one of `among`."""
+        name, value = self._find(names, REQUIRED)
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{self.where}.{name}: expected a list of {layers} names, got {type(value).__name__}")
+        if len(value) != layers:
+            raise ValueError(f"{self.where}.{name}: expected {layers} entries, one for each layer, got {len(value)}")
+        allowed = set(among)
+        for i, word in enumerate(value):
+            if word not in allowed:
+                raise ValueError(f"{self.where}.{name}[{i}]: expected one of {sorted(allowed)}, got {word!r}")
+        return list(value)
+
+    def indices(self, *names: str) -> list[int]:
+        """A list of integers, empty when absent."""
+        name, value = self._find(names, [])
+        if value is None:
+            return []
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{self.where}.{name}: expected a list of layer numbers, got {type(value).__name__}")
+        return [self._integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value)]
+
+    def inside(self, name: str) -> Keys:
+        """The object under `name`."""
+        _, value = self._find((name,), REQUIRED)
+        return Keys(value, f"{self.where}.{name}", self)
+
+    def tied(self, absent: bool) -> bool:
+        """`tie_word_embeddings`, of this level or of the one above."""
+        level: Keys | None = self
+        while level is not None:
+            if level.has("tie_word_embeddings"):
+                return level.flag("tie_word_embeddings")
+            level = level.outer
+        self.assumed["tie_word_embeddings"] = absent
+        return absent
+
+    def divide(self, name: str, whole: int, parts: int) -> int:
+        """`whole` / `parts`, as the value of `name`; an inexact division is an error."""
+        if parts < 1 or whole % parts:
+            raise ValueError(f"{self.where}.{name} is missing and {whole} does not divide by {parts}")
+        self.assumed[name] = whole // parts
+        return whole // parts

@@ -1,0 +1,156 @@
+"""Counts from a config against counts of the live model that transformers builds from it, on the meta device."""
+
+import importlib.util
+import warnings
+
+import pytest
+
+from moeffn.accounting import Convention, count, find_preset
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("needs transformers", allow_module_level=True)
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+# family: what to change in transformers' default config, so that every branch of the family's structure is built.
+# Defaults of full size are kept where nothing is said (on the meta device size costs nothing).
+FAMILIES = [
+    ("mixtral", {}), ("minimax", {}), ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ("qwen2_moe", {"qkv_bias": False}), ("qwen3_moe", {"attention_bias": True, "decoder_sparse_step": 3}),
+    ("qwen3_vl_moe_text", {}), ("qwen3_next", {"attention_bias": True}), ("qwen3_5_moe_text", {}), ("olmoe", {}),
+    ("flex_olmo", {}), ("jamba", {}), ("hunyuan_v1_moe", {"head_dim": 128, "num_experts": 8, "moe_topk": 2}),
+    ("deepseek_v2", {"q_lora_rank": None, "num_experts_per_tok": 6}), ("deepseek_v3", {"attention_bias": True}),
+    ("deepseek_v32", {}), ("deepseek_v4", {}), ("ernie4_5_moe", {"use_bias": True}), ("mistral4", {}),
+    ("gemma4_text", {"num_kv_shared_layers": 10, "use_double_wide_mlp": True}),
+    ("gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}),
+     ("granitemoeshared", {"shared_intermediate_size": 77, "attention_bias": True}),
+    ("granitemoehybrid", {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}),
+    ("granitemoe_swa", {}), ("jetmoe", {}), ("gpt_oss", {}), ("openai_privacy_filter", {}),
+    ("llama4_text", {"interleave_moe_layer_step": 2}),
+    ("dots1", {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1}),
+    ("glm4_moe", {"head_dim": 128, "use_qk_norm": True, "attention_bias": True}), ("glm4v_moe_text", {"head_dim": 128}),
+    ("glm4_moe_lite", {}), ("glm_moe_dsa", {}), ("kimi_linear", {"q_lora_rank": 64}), ("exaone_moe", {}),
+    ("mimo_v2_flash", {}), ("nemotron_h", {"hybrid_override_pattern": "ME*-", "moe_latent_size": 64,
+                                           "num_hidden_layers": None}),
+    ("phimoe", {"attention_bias": True, "lm_head_bias": True}), ("minimax_m2", {}), ("afmoe", {}),
+    ("lfm2_moe", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1}),
+    ("solar_open", {}), ("cohere2_moe", {"num_shared_experts": 2, "first_k_dense_replace": 1,
+                                         "prefix_dense_intermediate_size": 99}),
+    ("bailing_hybrid", {}), ("laguna", {"num_attention_heads_per_layer": [48, 64] * 20}), ("mellum", {}),
+    ("hy_v3", {}), ("axk1", {}), ("sarvam_mla", {}), ("sarvam_moe", {}), ("aria_text", {}), ("lara_mini", {}),
+    ("minimax_m3_vl_text", {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"],
+                            "mlp_layer_types": ["dense", "sparse"]}),
+    ("switch_transformers", {}), ("nllb-moe", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {}),
+    ("qwen3_5_text", {}), ("gemma2", {}), ("gemma3_text", {}), ("olmo", {}), ("olmo2", {}),
+    ("olmo3", {}), ("phi", {}), ("phi3", {}), ("gpt2", {}), ("gpt_neo", {}),
+     ("bloom", {}), ("falcon", {}), ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}),
+    ("starcoder2", {}), ("stablelm", {}), ("cohere", {"use_qk_norm": True}),
+      ("glm4", {}), ("seed_oss", {}), ("nemotron", {"num_key_value_heads": 8}),
+    ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2}), ("mamba", {}), ("mamba2", {}),
+     ("arcee", {}), ("apertus", {}), ("hunyuan_v1_dense", {"head_dim": 128}), ("mpt", {}),
+      ("lfm2", {"layer_types": ["conv", "full_attention"] * 16, "conv_bias": True}),
+    ("falcon_h1", {}),
+    ("distilbert", {}),
+]
+LIVE_TOP_K = {"switch_transformers": 1, "nllb-moe": 2}  # their modules do not say it
+
+
+def build(config):
+    for kind in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel):
+        if type(config) in kind._model_mapping:
+            with torch.device("meta"):
+                return kind.from_config(config)
+    raise AssertionError(f"transformers builds no model from {type(config).__name__}")
+
+
+def whole(name, changes):
+    """The live model and its config in full, as saving it would write it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = AutoConfig.for_model(name, **changes)
+        return build(config), config.to_dict()
+
+
+@pytest.mark.parametrize(("name", "changes"), FAMILIES, ids=lambda v: v if isinstance(v, str) else "")
+def test_config_equals_live_model(name, changes):
+    model, config = whole(name, changes)
+    counted, live = count(config), count(model, top_k=LIVE_TOP_K.get(name))
+    parameters = sum(p.numel() for p in model.parameters())
+    assert live.total == parameters
+    total, active = counted.total, counted.active
+    if live.part("head").total == 0:  # a base model without the head that the config would have
+        total, active = total - counted.part("head").total, active - counted.part("head").active
+    assert total == parameters
+    assert active == live.active
+    for part in ("routed", "router", "shared_gate", "embedding"):
+        assert counted.part(part) == live.part(part), part
+
+
+def test_dbrx_stacks_experts_in_rows():
+    config = dict(find_preset("DBRX").config)
+    config["attn_config"] = {**config["attn_config"], "rope_theta": 500000}  # transformers cannot do without
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(AutoConfig.for_model(config.pop("model_type"), **config))
+    live, counted = count(model), count("DBRX")
+    assert (live.total, live.active) == (counted.total, counted.active) == (131_596_523_520, 36_469_708_800)
+
+
+def test_gemma_4_with_its_vision_tower():
+    from transformers import Gemma4ForConditionalGeneration
+
+    config = dict(find_preset("Gemma-4-26B-A4B(text+vision as built)").config)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        model = Gemma4ForConditionalGeneration(AutoConfig.for_model(config.pop("model_type"), **config))
+    live = count(model)
+    assert live.total == count("Gemma-4-26B-A4B(text+vision as built)").total
+    assert live.active == count("Gemma-4-26B-A4B(text+vision as built)").active
+
+
+def test_longcat_real_weights_are_fewer_than_transformers_allocates():
+    """The class gives identity experts rows of gate and up weights, which no checkpoint has."""
+    model, config = whole("longcat_flash", {})
+    rows = 28 * 256 * 2 * 2048 * 6144
+    assert count(model).total - count(config).total == rows
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(6, 20, 8, device="meta"))
+        self.w_out = nn.Parameter(torch.empty(6, 8, 10, device="meta"))
+        self.b_in = nn.Parameter(torch.empty(6, 20, device="meta"))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 6, bias=False, device="meta")
+        self.experts = Experts()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(30, 8, device="meta")
+        self.layers = nn.ModuleList([Block()])
+        self.lm_head = nn.Linear(8, 30, bias=False, device="meta")
+        self.lm_head.weight = self.embed_tokens.weight
+
+
+def test_a_module_of_ones_own():
+    """Each storage once, top-k from the caller when no module has it, from the module when one does."""
+    model = Tied()
+    with pytest.raises(ValueError, match=r"top_k: layers\.0\.experts\.w_in belongs to experts"):
+        count(model)
+    expert = 20 * 8 + 8 * 10 + 20
+    found = count(model, top_k=2)
+    assert found.total == 30 * 8 + 6 * 8 + 6 * expert
+    assert found.active == 30 * 8 + 6 * 8 + 2 * expert
+    model.layers[0].router.top_k = 3
+    assert count(model).active == 30 * 8 + 6 * 8 + 3 * expert
+    assert count(model, convention=Convention(active="none")).active == 6 * 8 + 3 * expert
