@@ -106,13 +106,33 @@ def _as(weight: Tensor, like: Tensor) -> Tensor:
     return weight if weight.dtype == like.dtype else weight.to(like.dtype)
 
 
+_FEW_ROWS = 64  # bf16, 1536x2048 weights, 2 threads: W·xᵀ takes 0.54x the time of x·Wᵀ at 64 rows, 1.07x at 1024
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """x (n, i) · weight (o, i)ᵀ + bias (o,) into `out` when given."""
-    wt = _as(weight, x).t()
+    """x (n, i) · weight (o, i)ᵀ + bias (o,), also written to `out` when given; the result may be a transposed view.
+
+    oneDNN reorders the right-hand operand of a low-precision product at every call, so for few rows that should be x.
+    """
+    weight = _as(weight, x)
+    n = x.shape[0]
+    if x.device.type == "cpu" and x.element_size() == 2 and n <= _FEW_ROWS:
+        if n == 1:
+            y = torch.mv(weight, x[0])[None]
+        else:
+            y = torch.mm(weight, x.t()).t()
+        if bias is not None:
+            y += _as(bias, x)
+        return y if out is None else _copied(y, out)
     if bias is None:
-        return torch.mm(x, wt, out=out) if out is not None else torch.mm(x, wt)
+        return torch.mm(x, weight.t(), out=out) if out is not None else torch.mm(x, weight.t())
     bias = _as(bias, x)
-    return torch.addmm(bias, x, wt, out=out) if out is not None else torch.addmm(bias, x, wt)
+    return torch.addmm(bias, x, weight.t(), out=out) if out is not None else torch.addmm(bias, x, weight.t())
+
+
+def _copied(y: Tensor, out: Tensor) -> Tensor:
+    out.copy_(y)
+    return y
 
 
 class _Outputs:
