@@ -11,6 +11,8 @@ _HOMES = {
     "config": ("Activation", "Layout", "MoEConfig", "RouterConfig", "SWIGLU", "GEGLU", "GEGLU_TANH", "REGLU", "GLU",
                "BILINEAR", "SWIGLU_OAI"),
     "types": ("Routing", "Plan", "ExpertWeights", "LoadStats"),
+    "routing": ("route", "apply_capacity"),
+    "balance": ("load_balance_loss", "z_loss", "update_selection_bias", "load_stats", "attach_loss"),
     "functional": ("moe_ffn", "expert_ffn", "dense_ffn", "last_backend"),
     "layer": ("Router", "Experts", "MoEFFN", "DenseFFN"),
     "permute": ("plan", "permute", "unpermute"),

@@ -85,6 +85,36 @@ def index_dtype(name: str, value: Tensor) -> None:
         raise bad_type(name, "int32 or int64", value.dtype)
 
 
+def boolean(name: str, value: Tensor) -> None:
+    import torch
+
+    if value.dtype != torch.bool:
+        raise bad_type(name, "dtype bool", value.dtype)
+
+
+def float32(name: str, value: Tensor) -> None:
+    import torch
+
+    if value.dtype != torch.float32:
+        raise bad_type(name, "dtype float32", value.dtype)
+
+
+def integer(name: str, value: Tensor) -> None:
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        raise bad_type(name, "an integer dtype", value.dtype)
+
+
+def ids_in_range(name: str, value: Tensor, classes: int) -> None:
+    """Ids of 0 .. classes - 1. Looked at on a CPU only: elsewhere it would make the host wait for the device."""
+    import torch
+
+    if value.device.type != "cpu" or torch.compiler.is_compiling() or not value.numel():
+        return
+    low, high = (int(v) for v in value.aminmax())
+    if low < 0 or high >= classes:
+        raise bad(name, f"ids of 0 .. {classes - 1}", f"{low} .. {high}")
+
+
 def same_device(name: str, value: Tensor, device: Any, other: str) -> None:
     if value.device != device:
         raise bad(name, f"device {device} (that of {other})", f"device {value.device}")

@@ -141,17 +141,21 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
 
 
 def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None = None,
-          token_mask: Tensor | None = None) -> Routing:
-    """logits (T, E+Z+S) -> Routing, token by token in Python scalars' order; see `RouterConfig` for every option."""
+          token_mask: Tensor | None = None, expert_ids: Tensor | None = None) -> Routing:
+    """logits (T, E+Z+S) -> Routing, token by token, ids by Python's sort; see `RouterConfig` for every option."""
     T, C = logits.shape[0], config.num_experts + config.num_identity_experts
-    raw, work = logits, logits if logits.dtype == torch.float64 else logits.float()
-    work = work * config.logit_scale
+    raw = logits if logits.dtype == torch.float64 else logits.float()
+    # NaN is read as a very small logit, infinities as very large and very small ones; none of them gets a gradient.
+    work = torch.where(raw.isfinite(), raw, torch.full_like(raw, _STAND_IN).copysign(raw.nan_to_num(nan=-1.0)))
+    if config.logit_scale != 1.0:
+        work = (work * config.logit_scale).clamp(-_STAND_IN, _STAND_IN)
     if config.logit_softcap is not None:
         work = config.logit_softcap * torch.tanh(work / config.logit_softcap)
     ids = torch.full((T, config.top_k), -1, dtype=torch.int32, device=logits.device)
     weight_rows, identity_rows, shared_rows = [], [], []
     for t in range(T):
-        chosen, weights, shared = _route_token(work[t, :C], work[t, C:], config, selection_bias)
+        given = None if expert_ids is None else expert_ids[t].tolist()
+        chosen, weights, shared = _route_token(work[t, :C], work[t, C:], config, selection_bias, given)
         if token_mask is not None and not bool(token_mask[t]):
             chosen, weights, shared = [-1] * config.top_k, weights * 0, shared * 0
         is_zero = torch.tensor([c >= config.num_experts for c in chosen], device=logits.device)
@@ -165,45 +169,46 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
 
     identity = config.num_identity_experts and config.identity_kind == "identity"
     return Routing(
-        ids, stack(weight_rows, (0, config.top_k)), raw if raw.dtype == torch.float64 else raw.float(), config.apply_to,
+        ids, stack(weight_rows, (0, config.top_k)), raw, config.apply_to,
         identity_weights=stack(identity_rows, (0,)) if identity else None,
         shared_weights=stack(shared_rows, (0, config.num_shared)) if config.num_shared else None,
     )
 
 
-def _route_token(x: Tensor, shared: Tensor, c: RouterConfig, bias: Tensor | None) -> tuple[list[int], Tensor, Tensor]:
+def _route_token(x: Tensor, shared: Tensor, c: RouterConfig, bias: Tensor | None, given: list[int] | None
+                 ) -> tuple[list[int], Tensor, Tensor]:
     """One token's class logits x (C,) and shared logits (S,) -> chosen ids, weights (K,), shared weights (S,)."""
-    x = torch.where(torch.isfinite(x), x, torch.full_like(x, _STAND_IN).copysign(x.nan_to_num(nan=-1.0)))
     if c.score == "sparsemixer":
         return (*_sparsemixer_token(x, c), shared)
-    if c.order == "topk_score":
-        ranked = x.detach() if bias is None else x.detach() + bias
-        chosen = _best(ranked, c, c.top_k)
-        picked = x[chosen]
-        w = torch.softmax(picked, -1) if c.score == "softmax" else torch.sigmoid(picked)
+    scores = x if c.order == "topk_score" else _score(x, c)
+    ranked = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
+    chosen = _best(ranked, c, c.top_k) if given is None else given
+    picked = x[chosen]
+    if c.score == "softmax":
+        w = torch.softmax(picked, -1) if c.order == "topk_score" else scores[chosen]
     else:
-        scores = _score(x, c)
-        ranked = scores.detach() if bias is None else scores.detach() + bias
-        chosen = _best(ranked, c, c.top_k)
-        w = scores[chosen]
+        w = _score(picked, c) if c.score == "sqrtsoftplus" else torch.sigmoid(picked)
     if c.score == "joint_logsigmoid":
-        joint = torch.softmax(torch.nn.functional.logsigmoid(torch.cat([x[chosen], shared])), -1) * c.scale
+        joint = torch.softmax(torch.nn.functional.logsigmoid(torch.cat([picked, shared])), -1) * c.scale
         return chosen, joint[: c.top_k], joint[c.top_k :]
     if c.renormalize:
-        norm = w.sum() if c.norm_p == 1.0 else w.abs().pow(c.norm_p).sum().pow(1.0 / c.norm_p)
-        w = w / (norm.clamp(min=c.renorm_eps) if c.renorm_eps_mode == "clamp" else norm + c.renorm_eps)
+        norm = w.sum() if c.norm_p == 1.0 else torch.linalg.vector_norm(w, c.norm_p)
+        norm = norm.clamp(min=c.renorm_eps) if c.renorm_eps_mode == "clamp" else norm + c.renorm_eps
+        w = w / norm.clamp(min=_NORM_FLOOR)
     return chosen, w * c.scale, shared
 
 
 _STAND_IN = 1e30  # what ±Inf and NaN (as -Inf) logits are read as
+_NORM_FLOOR = 1e-30  # a row of zero weights stays zero when renormalised
 
 
 def _score(x: Tensor, c: RouterConfig) -> Tensor:
+    # Not torch.sigmoid and softplus: on a CPU they give equal logits unequal scores, by their place in the tensor.
     if c.score == "softmax":
         return torch.softmax(x, -1)
     if c.score == "sqrtsoftplus":
-        return torch.sqrt(torch.nn.functional.softplus(x))
-    return torch.sigmoid(x)
+        return (-torch.nn.functional.logsigmoid(-x)).clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def _best(ranked: Tensor, c: RouterConfig, k: int) -> list[int]:
@@ -212,7 +217,8 @@ def _best(ranked: Tensor, c: RouterConfig, k: int) -> list[int]:
     if c.num_groups > 1:
         size = len(values) // c.num_groups
         groups = [sorted(values[g * size : (g + 1) * size], reverse=True) for g in range(c.num_groups)]
-        worth = [g[0] if c.group_reduce == "max" else g[0] + g[1] for g in groups]
+        sums = [torch.tensor(g[:2], dtype=ranked.dtype).sum().item() for g in groups]
+        worth = [g[0] if c.group_reduce == "max" else s for g, s in zip(groups, sums, strict=True)]
         keep = set(sorted(range(c.num_groups), key=lambda g: (-worth[g], g))[: c.topk_groups])
         fill = 0.0 if c.group_fill == "zero" else -math.inf
         values = [v if i // size in keep else fill for i, v in enumerate(values)]
