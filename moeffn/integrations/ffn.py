@@ -1,0 +1,238 @@
+"""Dense FFNs inside a model: found by their shape, accepted only when their own code agrees with `dense_ffn`.
+
+A candidate holds two linear layers (F, D), (D, F), or (2F, D), (D, F), or three, and no other parameters. Which is gate
+and which is up, the layout, the activation with its clamp, and where dropout sits are settled by running the module's
+code on a float64 stand-in, never by names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from ..config import Activation, Layout
+from ..dense import dense_ffn
+from ..reference import activate
+from . import gates, probe
+from .swap import adapter, own_forward
+
+D, F = 12, 10  # sizes of the stand-in
+_REASON_MATHS = ("its own code does not compute a two- or three-matrix FFN with an activation that moeffn.Activation "
+                 "expresses")
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """How to run one dense FFN. w_in: names of the linear layers (one, or gate and up); up_first: the fused layer holds
+    up before gate; tail: dropout after w_out; inner: dropouts elsewhere, noisy: randomness in training without a
+    module; with either active in training the module's own forward runs."""
+
+    w_in: tuple[str, ...]
+    w_out: str
+    activation: Activation
+    layout: Layout = Layout.CONCAT
+    up_first: bool = False
+    tail: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    noisy: bool = False
+
+
+def linears(module: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in module.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n}
+
+
+def sizes(layer: Any) -> tuple[int, int]:
+    """(out, in) of a linear layer or a GPT-2 Conv1D, which stores its weight transposed."""
+    rows, cols = layer.weight.shape
+    return (cols, rows) if isinstance(layer, Conv1D) else (rows, cols)
+
+
+def weight(layer: Any) -> Tensor:
+    """The weight (out, in), a view."""
+    return layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+
+
+def candidate(module: nn.Module) -> bool:
+    """Whether the module has the outline of a dense FFN: its linear layers alone hold parameters, with FFN shapes."""
+    found = linears(module)
+    if len(found) not in (2, 3) or any(layer.weight.ndim != 2 for layer in found.values()):  # type: ignore[union-attr]
+        return False
+    held = {n for n, _ in module.named_parameters()}
+    return held <= {f"{n}.{p}" for n in found for p in ("weight", "bias")} and any(True for _ in _orders(found))
+
+
+def _orders(found: dict[str, nn.Module]) -> Iterator[tuple[tuple[str, ...], str, bool]]:
+    """Every reading of the shapes: (w_in names, w_out name, whether w_in is fused or a pair, hence gated)."""
+    for *w_in, w_out in itertools.permutations(found):
+        shapes = {sizes(found[n]) for n in w_in}
+        width, hidden = sizes(found[w_out])
+        if len(shapes) != 1:
+            continue
+        rows, cols = shapes.pop()
+        if cols != width:
+            continue
+        if rows == hidden:
+            yield tuple(w_in), w_out, len(w_in) == 2
+        elif rows == 2 * hidden and len(w_in) == 1:
+            yield tuple(w_in), w_out, True
+
+
+def plan(module: nn.Module) -> DensePlan | str:
+    """The plan for a `candidate`, or the reason why it must be left as it is."""
+    found = linears(module)
+    blocked = obstacle(module, found)
+    if blocked:
+        return blocked
+    numbers = gates.numbers_of(module, *(m for m in module.children() if not list(m.parameters())))
+    for w_in, w_out, gated in _orders(found):
+        outcome = _try(module, found, w_in, w_out, gated, numbers)
+        if outcome is not None:
+            return outcome
+    return _REASON_MATHS
+
+
+def obstacle(module: nn.Module, found: dict[str, nn.Module]) -> str | None:
+    """Why a module cannot be replaced whatever it computes: hooks, patched forwards, other arguments, dtypes."""
+    for name, part in module.named_modules():
+        if "forward" in part.__dict__:
+            return f"forward was replaced on the instance{' of ' + name if name else ''}"
+        if name and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
+            return f"hooks on {name} would no longer run"
+    kinds = {layer.weight.dtype for layer in found.values()}
+    if len(kinds) > 1 or not next(iter(kinds)).is_floating_point:
+        return f"its projections are {', '.join(sorted(str(k) for k in kinds))}"
+    signature = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    others = [p.name for p in signature[1:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if not signature or others:
+        return f"its forward takes other arguments: {', '.join(others) or 'none at all'}"
+    return None
+
+
+def _try(module: nn.Module, found: dict[str, nn.Module], w_in: tuple[str, ...], w_out: str, gated: bool,
+         numbers: tuple[float, ...]) -> DensePlan | None:
+    rows = 2 * F if gated and len(w_in) == 1 else F
+    tensors, layers = {}, {}
+    for i, name in enumerate((*w_in, w_out)):
+        shape = (D, F) if name == w_out else (rows, D)
+        w = probe.random(*shape, seed=i) / shape[1] ** 0.5
+        b = None if getattr(found[name], "bias", None) is None else probe.random(shape[0], seed=10 + i)
+        tensors[f"{name}.weight"] = w.t().contiguous() if isinstance(found[name], Conv1D) else w
+        if b is not None:
+            tensors[f"{name}.bias"] = b
+        layers[name] = (w, b)
+    scale = torch.tensor([0.2, 1.0, 4.0, 25.0 + 3.0 * max((1.0, *numbers))], dtype=torch.float64)[:, None]
+    x = probe.random(2, 4, D, seed=20) * scale
+    got = _own(module, x, tensors, found)
+    if got is None or got.shape != x.shape:
+        return None
+    h = [linear(x, *layers[n]) for n in w_in]
+    down = layers[w_out]
+    for act, layout, up_first in _readings(gated, len(h), numbers):
+        if len(h) == 2:
+            pre = torch.cat(h, -1)
+        else:
+            pre = torch.cat([h[0][..., F:], h[0][..., :F]], -1) if up_first else h[0]
+        want = linear(activate(pre, act, layout), *down)
+        if gates.close(got, want, want.abs().amax(-1, keepdim=True)):
+            plan = DensePlan(w_in, w_out, act, layout, up_first)
+            return _with_dropout(plan, module, x, tensors, found, got)
+    return None
+
+
+def _readings(gated: bool, parts: int, numbers: tuple[float, ...]) -> Iterator[tuple[Activation, Layout, bool]]:
+    if not gated:
+        yield from ((replace(a, gated=False), Layout.CONCAT, False) for a in gates.UNGATED)
+        return
+    for act in gates.candidates(numbers):
+        yield act, Layout.CONCAT, False
+        if parts == 1:
+            yield act, Layout.CONCAT, True
+            yield act, Layout.INTERLEAVED, False
+
+
+@torch.no_grad()
+def _own(module: nn.Module, x: Tensor, tensors: dict[str, Tensor], found: dict[str, nn.Module], *,
+         factors: dict[str, float] | None = None, training: bool = False) -> Tensor | None:
+    """The module's own code on a stand-in, dropouts multiplied by `factors` (1 by default); None where it fails."""
+
+    def swap_out(name: str, child: nn.Module) -> nn.Module | None:
+        return probe.Scale((factors or {}).get(name, 1.0)) if is_dropout(child) else None
+
+    twin = probe.stand_in(module, tensors, training=training, replace=swap_out)
+    for name, layer in found.items():
+        if isinstance(layer, Conv1D):
+            twin.get_submodule(name).nf = tensors[f"{name}.weight"].shape[1]
+    try:
+        out = type(module).forward(twin, x.clone())
+    except Exception:
+        return None
+    return out if isinstance(out, Tensor) else None
+
+
+def is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def _with_dropout(plan: DensePlan, module: nn.Module, x: Tensor, tensors: dict[str, Tensor],
+                  found: dict[str, nn.Module], out: Tensor) -> DensePlan:
+    tail: list[str] = []
+    inner: list[str] = []
+    for name in (n for n, m in module.named_modules() if is_dropout(m)):
+        doubled = _own(module, x, tensors, found, factors={name: 2.0})
+        at_end = doubled is not None and torch.equal(doubled, out * 2)
+        (tail if at_end else inner).append(name)
+    with torch.random.fork_rng(devices=[]):
+        trained = [_own(module, x, tensors, found, training=True) for _ in range(2)]
+    noisy = any(t is None or not torch.equal(t, out) for t in trained)
+    return replace(plan, tail=tuple(tail), inner=tuple(inner), noisy=noisy)
+
+
+@adapter("dense")
+def _dense(self: Any, *args: Tensor, **kwargs: Any) -> Tensor:
+    p: DensePlan = self._moeffn.reading
+    x = args[0] if args else next(iter(kwargs.values()))
+    if own_forward_now(self, p):
+        return own_forward(self, *args, **kwargs)
+    layers = [self.get_submodule(n) for n in p.w_in]
+    y = run(x, p, layers, self.get_submodule(p.w_out))
+    for name in p.tail:
+        y = self.get_submodule(name)(y)
+    return y
+
+
+def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:
+    """`dense_ffn` on the modules' parameters, as views."""
+    w = tuple(weight(layer) for layer in layers)
+    b = tuple(layer.bias for layer in layers)
+    if p.up_first:
+        half = w[0].shape[0] // 2
+        w = (w[0][half:], w[0][:half])
+        b = (None,) if b[0] is None else (b[0][half:], b[0][:half])
+    b_in = None if b[0] is None else b if len(b) == 2 else b[0]
+    return dense_ffn(x, w if len(w) == 2 else w[0], weight(out), b_in=b_in, b_out=out.bias, activation=p.activation,
+                     layout=p.layout)
+
+
+def own_forward_now(module: Any, p: DensePlan) -> bool:
+    """Whether the module's own forward must run: training noise between the projections, or projections that have been
+    wrapped or hooked since the replacement (adapters such as LoRA), of which a warning tells once."""
+    if module.training and (p.noisy or any(module.get_submodule(n).p > 0 for n in p.inner)):
+        return True
+    for name in (*p.w_in, p.w_out):
+        layer = module.get_submodule(name)
+        if not isinstance(layer, (nn.Linear, Conv1D)) or layer._forward_hooks or layer._forward_pre_hooks:
+            if not module.__dict__.get("_moeffn_warned"):
+                module.__dict__["_moeffn_warned"] = True
+                warnings.warn(f"{type(module).__name__}.{name} was wrapped or hooked after replace_ffn: the module's "
+                              "own forward runs instead of moeffn's", stacklevel=3)
+            return True
+    return False
