@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, reference
+from .accounting import flop_formulas
 from .backends import Grads, Needs
 from .config import Activation, Layout
 from .dense import dense_ffn
@@ -269,3 +270,4 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | 
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+flop_formulas.register(torch.ops.moeffn.forward, torch.ops.moeffn.backward)

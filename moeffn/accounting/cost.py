@@ -1,0 +1,210 @@
+"""FLOPs, bytes and memory of a whole model.
+
+Conventions, said once: a multiply-add is 2 FLOPs; norms, softmax, activations and the embedding look-up are no
+matrix products and count 0; the head counts, tied or not; backward is twice forward; recompute adds forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from .block import distinct_experts
+from .counting import load
+from .weights import Architecture, Mixer, Weight
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of `tokens` tokens with a context of `context`.
+
+    weights: products with weights. attention: scores and values, and the updates of recurrent states. forward is
+    their sum, backward twice it, recompute what full activation recomputation adds. training = all three.
+    """
+
+    tokens: int
+    context: int
+    weights: int
+    attention: int
+    forward: int
+    backward: int
+    recompute: int
+
+    @property
+    def training(self) -> int:
+        return self.forward + self.backward + self.recompute
+
+    @property
+    def forward_per_token(self) -> float:
+        return self.forward / max(1, self.tokens)
+
+    @property
+    def training_per_token(self) -> float:
+        return self.training / max(1, self.tokens)
+
+
+def _matrices(model: Architecture, mtp: bool) -> Iterator[Weight]:
+    for weight in model.weights(mtp):
+        if weight.kind == "matrix":
+            yield weight
+
+
+def matmul_weights(model: Architecture, *, router: bool = True, head: bool = True, mtp: bool = False) -> Fraction:
+    """Weights a token is multiplied by: active matrices, with the head even where it is the embedding table."""
+    found = sum((w.active() for w in _matrices(model, mtp) if (router or w.part != "router")
+                 and w.part not in ("head", "vision")), Fraction(0))
+    if head and (model.has_head or (model.tied and model.vocab)):
+        found += model.vocab * model.d_model
+    return found
+
+
+def seen(mixer: Mixer, context: int, causal: bool) -> Fraction:
+    """Past positions a token attends to, on average over a sequence of `context` when causal (half of them without a
+    window), all of `context` otherwise."""
+    window = context if mixer.window is None else min(mixer.window, context)
+    if not causal:
+        return Fraction(window)
+    return window - Fraction(window * window, 2 * context) if context else Fraction(0)
+
+
+def attention_flops(model: Architecture, context: int, *, causal: bool = True) -> Fraction:
+    """FLOPs a token: 2·H·(qk + v) for each position seen, 4 for each element of a recurrent state (update, read)."""
+    total = Fraction(0)
+    for layer in model.layers:
+        for mixer in layer.mixers:
+            total += 2 * mixer.heads * (mixer.qk + mixer.v) * seen(mixer, context, causal) + 4 * mixer.state
+    return total
+
+
+def cost(source: Any, *, tokens: int = 1, context: int = 0, causal: bool = True, recompute: str = "none",
+         router: bool = True, head: bool = True, mtp: bool = False) -> Cost:
+    """FLOPs of a model (source as for `count`, but no live module).
+
+    context: sequence length; 0 leaves attention out. causal: count half of the scores, as a causal kernel does (and
+    Megatron; torchtitan and PaLM's formula count all). recompute: none, or full (the forward pass runs twice).
+    router, head, mtp: whether these products count.
+    """
+    if recompute not in ("none", "full"):
+        raise ValueError(f"recompute: expected none or full, got {recompute!r}")
+    if tokens < 0 or context < 0:
+        raise ValueError(f"tokens and context: expected at least 0, got {tokens} and {context}")
+    _, model = load(source)
+    weights = round(2 * tokens * matmul_weights(model, router=router, head=head, mtp=mtp))
+    attention = round(tokens * attention_flops(model, context, causal=causal))
+    forward = weights + attention
+    return Cost(tokens, context, weights, attention, forward, 2 * forward, forward if recompute == "full" else 0)
+
+
+@dataclass(frozen=True)
+class DecodeBytes:
+    """Bytes one decode step of a batch reads.
+
+    dense: weights every token uses, with the head, without the input table. routed: the experts the batch expects to
+    meet. cache: keys and values (or latents, or states). embedding: one row a token.
+    distinct: expected experts a sparse layer uses (of the last kind of layer).
+    """
+
+    batch: int
+    dense: float
+    routed: float
+    cache: float
+    embedding: float
+    distinct: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.routed + self.cache + self.embedding
+
+
+def cache_elements(model: Architecture, context: int) -> int:
+    """Elements that the cache of one sequence holds: those of `context` past tokens (or the window), and states."""
+    return sum(m.cache * (context if m.window is None else min(m.window, context)) + m.state
+               for layer in model.layers for m in layer.mixers)
+
+
+def decode_bytes(source: Any, batch: int, *, bytes_per_weight: float = 2.0, expert_bytes: float | None = None,
+                 context: int = 0, cache_bytes: float = 2.0, embedding: bool = False, ranks: int = 1) -> DecodeBytes:
+    """Bytes a decode step of `batch` sequences reads, as a function of the batch: this is what bounds decoding.
+
+    ranks: expert-parallel ranks that share the batch; a rank reads its part of the experts, each the whole batch can
+    reach, and all of the rest (its share of the cache too). context: past tokens of each sequence.
+    """
+    if batch < 1 or ranks < 1:
+        raise ValueError(f"batch and ranks: expected at least 1, got {batch} and {ranks}")
+    _, model = load(source)
+    table = 0 if model.tied else sum(w.total for w in model.outer if w.part == "embedding")
+    dense = routed = Fraction(0)
+    distinct = 0.0
+    weight_reads = 0.0
+    for layer in model.layers:
+        for weight in layer.weights:
+            if weight.used is None:
+                continue
+            # Idle experts take places of the top-k too: the chance of an expert is used / (copies + idle).
+            distinct = distinct_experts(weight.copies + weight.idle, weight.used, batch)
+            distinct *= weight.copies / (weight.copies + weight.idle)
+            weight_reads += weight.size * distinct
+            routed += weight.total
+    dense = Fraction(sum(w.total for w in model.weights() if w.kind != "buffer")) - routed - table
+    per_expert = bytes_per_weight if expert_bytes is None else expert_bytes
+    return DecodeBytes(
+        batch, float(dense) * bytes_per_weight, weight_reads * per_expert / ranks,
+        cache_elements(model, context) * cache_bytes * batch / ranks,
+        model.d_model * bytes_per_weight * batch if embedding else 0.0, distinct,
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank in training: weights, gradients, optimizer state. experts: how many of all weights' bytes
+    belong to the routed experts of this rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    expert_parameters: float
+    other_parameters: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def split_parameters(source: Any, *, mtp: bool = False) -> tuple[int, int]:
+    """Routed and all other parameters of a model."""
+    _, model = load(source)
+    routed = sum(w.total for w in model.weights(mtp) if w.used is not None and w.part == "routed")
+    return routed, sum(w.total for w in model.weights(mtp) if w.kind != "buffer") - routed
+
+
+def training_memory(source: Any, *, ranks: int = 1, expert_parallel: int = 1, tensor_parallel: int = 1,
+                    sharded: str = "optimizer", weight_bytes: int = 2, gradient_bytes: int = 4,
+                    optimizer_bytes: int = 12, redundant: int = 0) -> Memory:
+    """Weights, gradients and optimizer on one rank, under expert parallelism and sharding.
+
+    Every expert carries optimizer state, used or not, so it is the total that counts, never the active weights.
+    Mixed-precision Adam as Megatron keeps it: 2 + 4 + 12 (master, two moments) = 18 bytes a parameter; Muon has one
+    moment: optimizer_bytes 8. sharded: none; optimizer (ZeRO-1, 6 + 12/DP bytes a parameter); all (FSDP / ZeRO-3).
+    Experts are replicated over ranks / expert_parallel ranks, all else over ranks / tensor_parallel.
+    redundant: extra experts a rank and layer holds for balancing (weights alone).
+    """
+    if ranks % (expert_parallel * 1) or ranks % tensor_parallel:
+        raise ValueError(f"ranks: expected a multiple of expert_parallel = {expert_parallel} and tensor_parallel = "
+                         f"{tensor_parallel}, got {ranks}")
+    if sharded not in ("none", "optimizer", "all"):
+        raise ValueError(f"sharded: expected none, optimizer or all, got {sharded!r}")
+    routed, other = split_parameters(source)
+    local = routed / expert_parallel, other / tensor_parallel
+    copies = ranks / expert_parallel, ranks / tensor_parallel
+    weights = gradients = optimizer = 0.0
+    for parameters, replicas in zip(local, copies, strict=True):
+        spread = replicas if sharded == "all" else 1
+        weights += parameters * weight_bytes / spread
+        gradients += parameters * gradient_bytes / spread
+        optimizer += parameters * optimizer_bytes / (1 if sharded == "none" else replicas)
+    if redundant:
+        weights += redundant * weight_bytes * sum(w.size for layer in load(source)[1].layers for w in layer.routed
+                                                  if w.used is not None)
+    return Memory(weights, gradients, optimizer, *local)
