@@ -161,8 +161,10 @@ def _pooled(layers: Sequence[Routing | Tensor], router: RouterConfig | int, toke
             K = layer.top_k
         else:
             raise checks.bad("router", "a RouterConfig, for its top_k, with bare logits", f"the int {router}")
+        keep = _mask(token_mask, logits)
+        if keep is not None:
+            logits = torch.where(keep[:, None], logits, 0.0)
         p = torch.softmax(logits, -1)  # in the dtype of the logits, as transformers has it
-        keep = _mask(token_mask, p)
         E = p.shape[-1]
         picked = torch.zeros_like(p, dtype=torch.float32).scatter(1, top_ids(p.detach(), K), 1.0)
         wide = p.to(torch.promote_types(p.dtype, torch.float32))

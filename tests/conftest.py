@@ -17,7 +17,8 @@ def _quiet_globals() -> Iterator[None]:
     torch.manual_seed(0)
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     yield
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
 
