@@ -212,7 +212,7 @@ class MoEFFN(nn.Module):
         c = self.config
         assert routing.logits is not None
         if c.aux_loss_coef:
-            y = attach_loss(y, c.aux_loss_coef * load_balance_loss(routing, c.num_experts, token_mask=token_mask))
+            y = attach_loss(y, c.aux_loss_coef * load_balance_loss(routing, c.route, token_mask=token_mask))
         if c.z_loss_coef:
             y = attach_loss(y, c.z_loss_coef * z_loss(routing.logits, token_mask=token_mask))
         return y

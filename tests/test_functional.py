@@ -1,4 +1,4 @@
-"""moe_ffn, expert_ffn on every CPU backend. Numbers in comments name public reports of the fault a test guards against."""
+"""moe_ffn and expert_ffn on every CPU backend; comments name public reports of the fault a test guards against."""
 
 from __future__ import annotations
 
