@@ -63,9 +63,9 @@ def test_products_of_few_and_many_rows_agree(n, bias):
     x, w = torch.randn(n, 40).bfloat16(), torch.randn(24, 40).bfloat16()
     b = torch.randn(24).bfloat16() if bias else None
     out = torch.full((n, 24), float("nan"), dtype=torch.bfloat16)
-    y = torch_backend._linear(x, w, b, out)
+    torch_backend._linear(x, w, b, out)
     want = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
-    assert torch.equal(y, out) and (y.double() - want).norm() / want.norm() < 0.01
+    assert (out.double() - want).norm() / want.norm() < 0.01
 
 
 def test_the_oracle_shares_no_code_with_what_it_judges():
