@@ -20,7 +20,7 @@ DATA = Path(__file__).parent / "data" / "golden"
 INDEX = json.loads((DATA / "index.json").read_text())["families"]
 FAMILIES = sorted(INDEX)
 # Experts (or routers) that round to float32 inside, whatever the dtype they are given.
-FLOAT32_INSIDE = {"beam", "inkling", "inkling2", "nemotron_h", "openai_privacy_filter"}
+FLOAT32_INSIDE = {"beam", "inkling", "inkling2", "muse_spark", "nemotron_h", "openai_privacy_filter"}
 CLAMPED = {"deepseek_v4", "deepseek_v4_hash", "gpt_oss", "openai_privacy_filter", "step3p7"}
 
 

@@ -139,7 +139,8 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     ew = ExpertWeights(self.gate_up_proj[:E], self.down_proj, activation=self._moeffn.reading)
     y = moe_ffn(hidden_states, routing, ew, backend=self._moeffn.backend)
     # Ids from E on are the identity experts, which cost no weights.
-    passed = torch.where(top_k_index >= E, top_k_weights, 0.0).sum(-1, keepdim=True)
+    wide = top_k_weights.to(torch.promote_types(top_k_weights.dtype, hidden_states.dtype))
+    passed = torch.where(top_k_index >= E, wide, 0.0).sum(-1, keepdim=True)
     return y + (passed * self.identity_expert(hidden_states)).to(y.dtype)
 
 

@@ -113,22 +113,13 @@ def agree(experts: Any, spec: ExpertsSpec) -> None:
     """Runs the class's own loop and `run` on a small float64 stand-in; ValueError when they differ. Once a class."""
     if (type(experts), spec) in _agreed:
         return
-    w_in, w_out = getattr(experts, spec.in_name), experts.down_proj
-    E, (D, F) = w_in.shape[0], (12, 10)
+    E, D, F = getattr(experts, spec.in_name).shape[0], 12, 10
     rows = 2 * F if spec.activation.gated else F
-    real = {w_in.shape[2 if not spec.transposed else 1]: D, w_out.shape[2 if not spec.transposed else 1]: F,
-            w_in.shape[1 if not spec.transposed else 2]: rows}
-    tensors = {}
-    for i, (name, t) in enumerate(experts.named_parameters()):
-        shape = [real.get(n, n) if axis or t.ndim == 1 else n for axis, n in enumerate(t.shape)]
-        if name in (spec.in_name, "down_proj"):
-            shape = [E, rows, D] if name == spec.in_name else [E, D, F]
-            shape = [shape[0], shape[2], shape[1]] if spec.transposed else shape
-        elif name == spec.in_name + "_bias":
-            shape = [E, rows]
-        elif name == "down_proj_bias":
-            shape = [E, D]
-        tensors[name] = probe.random(*shape, seed=i)
+    shapes = {spec.in_name: (E, rows, D), "down_proj": (E, D, F)}
+    if spec.transposed:
+        shapes = {n: (e, b, a) for n, (e, a, b) in shapes.items()}
+    shapes |= {spec.in_name + "_bias": (E, rows), "down_proj_bias": (E, D)}  # type: ignore[dict-item]
+    tensors = {n: probe.random(*shapes.get(n, (D,)), seed=i) for i, (n, _) in enumerate(experts.named_parameters())}
     twin = probe.stand_in(experts, tensors)
     twin.__dict__.pop("_moeffn_spec", None)
     T, K = 6, min(2, E)

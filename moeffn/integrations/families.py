@@ -68,11 +68,6 @@ def lookup(module: nn.Module, column: str) -> Family | None:
     return None
 
 
-def family_of(module: nn.Module) -> str:
-    """The family by the module's home in transformers ("qwen3_moe"), "" for a module from elsewhere."""
-    for cls in type(module).__mro__:
-        if from_transformers(cls):
-            return cls.__module__.split(".")[2]
-    return ""
-
-
+def family_of(thing: object) -> str:
+    """The family of a module or configuration by its home in transformers ("qwen3_moe"), "" for one from elsewhere."""
+    return next((c.__module__.split(".")[2] for c in type(thing).__mro__ if from_transformers(c)), "")

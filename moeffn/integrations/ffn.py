@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -200,10 +201,10 @@ def _with_dropout(plan: DensePlan, module: nn.Module, x: Tensor, tensors: dict[s
 def _dense(self: Any, *args: Tensor, **kwargs: Any) -> Tensor:
     p: DensePlan = self._moeffn.reading
     x = args[0] if args else next(iter(kwargs.values()))
-    if own_forward_now(self, p):
+    layers = [self.get_submodule(n) for n in (*p.w_in, p.w_out)]
+    if own_forward_now(self, p, layers):
         return own_forward(self, *args, **kwargs)
-    layers = [self.get_submodule(n) for n in p.w_in]
-    y = run(x, p, layers, self.get_submodule(p.w_out))
+    y = run(x, p, layers[:-1], layers[-1])
     for name in p.tail:
         y = self.get_submodule(name)(y)
     return y
@@ -222,17 +223,43 @@ def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:
                      layout=p.layout)
 
 
-def own_forward_now(module: Any, p: DensePlan) -> bool:
+def own_forward_now(module: Any, p: DensePlan, layers: list[Any]) -> bool:
     """Whether the module's own forward must run: training noise between the projections, or projections that have been
     wrapped or hooked since the replacement (adapters such as LoRA), of which a warning tells once."""
     if module.training and (p.noisy or any(module.get_submodule(n).p > 0 for n in p.inner)):
         return True
-    for name in (*p.w_in, p.w_out):
-        layer = module.get_submodule(name)
+    for layer in layers:
         if not isinstance(layer, (nn.Linear, Conv1D)) or layer._forward_hooks or layer._forward_pre_hooks:
             if not module.__dict__.get("_moeffn_warned"):
                 module.__dict__["_moeffn_warned"] = True
-                warnings.warn(f"{type(module).__name__}.{name} was wrapped or hooked after replace_ffn: the module's "
-                              "own forward runs instead of moeffn's", stacklevel=3)
+                warnings.warn(f"a projection of {type(module).__name__} ({type(layer).__name__}) was wrapped or hooked "
+                              "after replace_ffn: the module's own forward runs instead of moeffn's", stacklevel=3)
             return True
     return False
+
+
+_INLINE = (("fc1", "fc2"), ("linear1", "linear2"), ("ffn", "ffn_output"), ("lin1", "lin2"))
+_FFN_NAME = re.compile(r"mlp|ffn|ff$|^ff|feed|glu|dense|expert|intermediate", re.IGNORECASE)
+
+
+def looks_like_ffn(name: str, module: nn.Module) -> bool:
+    """Whether its name or class says FFN: what the report mentions when it is left."""
+    return bool(_FFN_NAME.search(name.rpartition(".")[2]) or _FFN_NAME.search(type(module).__name__))
+
+
+def unreachable(name: str, module: nn.Module) -> str | None:
+    """Why what is clearly an FFN is no candidate: it holds other parameters, or a layer computes it in its own forward
+    (BART, OPT); None where there is no FFN."""
+    found = linears(module)
+    if len(found) in (2, 3) and looks_like_ffn(name, module) and all(m.weight.ndim == 2 for m in found.values()):  # type: ignore[union-attr]
+        held = {n: p.ndim for n, p in module.named_parameters()}
+        others = held.keys() - {f"{n}.{p}" for n in found for p in ("weight", "bias")}
+        if others and max(held[n] for n in others) < 2 and any(True for _ in _orders(found)):
+            return f"it holds other parameters than its projections': {', '.join(sorted(others))}"
+    for first, second in _INLINE:
+        pair = [getattr(module, n, None) for n in (first, second)]
+        if all(isinstance(p, nn.Linear) for p in pair):
+            (rows, cols), (width, hidden) = (sizes(p) for p in pair)
+            if (rows, cols) == (hidden, width):
+                return f"it runs {first} and {second} in its own forward: there is no FFN module to swap"
+    return None

@@ -24,10 +24,11 @@ from .swap import adapter, own_forward
 
 @dataclass(frozen=True)
 class PairReading:
-    """The plan of the two projections, and the `intermediate` module that holds the first."""
+    """The plan of the two projections, and the modules that hold them."""
 
     plan: ffn.DensePlan
     intermediate: nn.Module
+    output: Any
 
 
 class _Joined(nn.Module):
@@ -65,7 +66,8 @@ def plan(parent: Any) -> PairReading | str:
     if not _dense_first(parent.output):
         return "its output module does not give its first argument to dense"
     names = tuple(n.removeprefix("intermediate.") for n in found.w_in)
-    return PairReading(ffn.replace(found, w_in=names, w_out="", tail=(), inner=found.inner), parent.intermediate)
+    return PairReading(ffn.replace(found, w_in=names, w_out="", tail=(), inner=found.inner), parent.intermediate,
+                       parent.output)
 
 
 @functools.cache
@@ -87,15 +89,32 @@ def _only_to_output(cls: Any) -> bool:
             calls = [n for n in ast.walk(function) if isinstance(n, ast.Call) and _is_self(n.func, "intermediate")]
             given = [n.args[0] for n in ast.walk(function)
                      if isinstance(n, ast.Call) and _is_self(n.func, "output") and n.args]
-            names = {t.id for n in ast.walk(function) if isinstance(n, ast.Assign) and n.value in calls
-                     for t in n.targets if isinstance(t, ast.Name)}
-            assigned = sum(isinstance(n, ast.Assign) and n.value in calls for n in ast.walk(function))
-            nested = sum(g in calls for g in given)
-            loads = [n for n in ast.walk(function)
-                     if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
-            if len(uses) != len(calls) or assigned + nested != len(calls) or any(n not in given for n in loads):
+            if len(uses) != len(calls) or not all(c in given or _named_for(function, c, given) for c in calls):
                 return False
     return seen
+
+
+def _named_for(function: ast.FunctionDef, call: ast.Call, given: list[ast.expr]) -> bool:
+    """Whether `call` is bound to a name that, until it is bound again, is read only as one of the nodes `given`."""
+    for block in (getattr(n, "body", None) for n in ast.walk(function)):
+        if not isinstance(block, list):
+            continue
+        for i, statement in enumerate(block):
+            if not isinstance(statement, ast.Assign) or statement.value is not call:
+                continue
+            target = statement.targets[0]
+            if block is not function.body or len(statement.targets) != 1 or not isinstance(target, ast.Name):
+                return False
+            for later in block[i + 1:]:
+                reads = [n for n in ast.walk(later)
+                         if isinstance(n, ast.Name) and n.id == target.id and isinstance(n.ctx, ast.Load)]
+                if any(n not in given for n in reads):
+                    return False
+                bound = later.targets if isinstance(later, ast.Assign) else []
+                if any(isinstance(t, ast.Name) and t.id == target.id for t in bound):
+                    return True
+            return True
+    return False
 
 
 def _is_self(node: ast.AST, name: str) -> bool:
@@ -128,8 +147,9 @@ def _dense_first(output: nn.Module) -> bool:
     twin = probe.stand_in(output, tensors, replace=swap_out)
     h = probe.random(1, 2, ffn.F, seed=0)
     residual = probe.random(1, 2, ffn.D, seed=1)
+    takes = [p for p in inspect.signature(type(output).forward).parameters.values() if p.default is p.empty]
     try:
-        type(output).forward(twin, h, residual)
+        type(output).forward(twin, *(h, residual)[: len(takes) - 1])
     except Exception:
         return False
     return len(recorder.seen) == 1 and recorder.seen[0] is h
@@ -146,8 +166,12 @@ def _pair_out(self: Any, input: Tensor) -> Tensor:
     p: PairReading = self._moeffn.reading
     if _own_now(p):
         return own_forward(self, input)
-    return ffn.run(input, p.plan, [p.intermediate.get_submodule(n) for n in p.plan.w_in], self)
+    return ffn.run(input, p.plan, _up(p), self)
+
+
+def _up(p: PairReading) -> list[nn.Module]:
+    return [p.intermediate.get_submodule(n) for n in p.plan.w_in]
 
 
 def _own_now(p: PairReading) -> bool:
-    return ffn.own_forward_now(p.intermediate, p.plan)
+    return ffn.own_forward_now(p.intermediate, p.plan, [*_up(p), p.output.dense])

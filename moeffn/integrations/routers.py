@@ -1,7 +1,8 @@
 """RouterConfig of a transformers model: which scores, in what order, renormalised how, as the family's code does it.
 
 `family_router_config` reads a configuration, a model, or one block; recipes are named in `families.csv`. A scale that a
-family applies to the experts' sum instead of the weights is the same function, and is given as `scale`.
+family applies to the experts' sum instead of the weights is the same function, and is given as `scale`. Learned scales
+(Gemma 4's per expert, Inkling's global one) are parameters and no part of it.
 """
 
 from __future__ import annotations
@@ -111,10 +112,9 @@ def _row_and_config(source: Any) -> tuple[Family, Any]:
     if model_type is None:
         raise checks.bad_type("source", "a transformers configuration or a module", source)
     for config in _text_configs(source):
-        name = config.model_type.removesuffix("_text")
-        for row in families.table():
-            if row.family == name and row.routing:
-                return row, config
+        rows = [r for r in families.table() if r.family == families.family_of(config)]
+        if rows:
+            return next((r for r in rows if r.routing), rows[0]), config
     raise checks.bad("source", "a configuration of a family in the table", f"model_type {model_type!r}")
 
 

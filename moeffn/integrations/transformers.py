@@ -178,6 +178,10 @@ class _Planner:
             taken = ("*",) if self.plan_dense(name, module) else ()
         elif self.dense and pairs.candidate(module):
             taken = self.plan_pair(name, module)
+        elif self.dense:
+            reason = ffn.unreachable(name, module)
+            if reason:
+                self.leave(name, module, reason)
         if "*" in taken:
             return
         for child_name, child in module.named_children():
@@ -223,7 +227,7 @@ class _Planner:
         for source in (module, self.root):
             try:
                 return family_router_config(source)
-            except (ValueError, AttributeError):
+            except (ValueError, TypeError, AttributeError):  # a configuration that leaves its routing open
                 continue
         return None
 
@@ -235,7 +239,8 @@ class _Planner:
     def plan_dense(self, name: str, module: nn.Module) -> bool:
         found = ffn.plan(module)
         if isinstance(found, str):
-            self.leave(name, module, found)
+            if ffn.looks_like_ffn(name, module):
+                self.leave(name, module, found)
             return False
         entry = Replaced(name, "dense", type(module).__name__, families.family_of(module), found.activation,
                          note=_dropout_note(found))

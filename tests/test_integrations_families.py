@@ -1,0 +1,89 @@
+"""Every family of the table by a small block that transformers builds: replaced and untouched must agree."""
+
+from __future__ import annotations
+
+import copy
+
+import hf_blocks
+import pytest
+import torch
+from hf_golden import FLOAT32_INSIDE, relative
+
+from moeffn.integrations import families
+from moeffn.integrations.transformers import replace_ffn, unsupported
+
+ROWS = hf_blocks.rows()
+NOT_FLOAT64 = {"inkling2", "inkling2_loop"}  # their own code mixes float32 into float64 and fails
+NAMES = lambda row: row.block or row.family  # noqa: E731
+
+
+def call(block, row, x):
+    extra = {}
+    if row.family == "vitpose_backbone":
+        extra["indices"] = torch.arange(x.shape[0])
+    if row.family == "ernie4_5_vl_moe":
+        extra["moe_mm_token_type_ids"] = (torch.arange(x.shape[1]) % 3 == 0).int().expand(x.shape[:2])
+    out = block(x, **extra)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def both(row, dtype, shape=(2, 12, 32), training=False):
+    """Outputs, input gradient and parameter gradients of the family's own block and of the replaced one."""
+    own = hf_blocks.build(row, dtype)
+    block = copy.deepcopy(own)
+    report = replace_ffn(block)
+    x0 = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = []
+    for module in (own, block):
+        module.train(training)
+        x = x0.clone().requires_grad_()
+        out = call(module, row, x)
+        out[0].backward(torch.randn(out[0].shape, generator=torch.Generator().manual_seed(2)).to(dtype))
+        results.append((out, x.grad, {n: p.grad for n, p in module.named_parameters()}))
+    return report, *results
+
+
+def agree(own, got, bound):
+    assert [(o.shape, o.dtype) for o in own[0]] == [(g.shape, g.dtype) for g in got[0]]
+    assert relative(got[0][0], own[0][0]) <= bound
+    assert relative(got[1], own[1]) <= bound
+    assert own[2].keys() == got[2].keys()
+    for name, grad in own[2].items():
+        assert (grad is None) == (got[2][name] is None), name
+        if grad is not None and grad.norm() > 0:
+            assert relative(got[2][name], grad) <= bound, name
+
+
+@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+def test_float32(row):
+    report, own, got = both(row, torch.float32)
+    assert not report.left
+    assert "moe" in {r.kind for r in report.replaced} and all(r.family == row.family for r in report.replaced)
+    agree(own, got, 2e-6)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.family not in NOT_FLOAT64], ids=NAMES)
+def test_float64(row):
+    _, own, got = both(row, torch.float64)
+    agree(own, got, 1e-6 if row.family in FLOAT32_INSIDE else 1e-11)
+
+
+def test_unsupported_families_are_named_with_the_reason():
+    import transformers
+
+    config = transformers.NllbMoeConfig(d_model=32, encoder_ffn_dim=24, num_experts=4, encoder_layers=2, decoder_layers=2,
+                                        vocab_size=64, encoder_attention_heads=4, decoder_attention_heads=4)
+    block = hf_blocks.modeling("nllb_moe").NllbMoeSparseMLP(config, 24)
+    assert "nllb_moe" in unsupported()
+    before = {n: type(m) for n, m in block.named_modules()}
+    with pytest.raises(ValueError, match="NllbMoeSparseMLP.*0/1 mask"):
+        replace_ffn(block)
+    assert {n: type(m) for n, m in block.named_modules()} == before
+
+
+def test_every_supported_family_is_in_the_table_once_a_class():
+    swapped = [(row.family, row.swapped, row.block) for row in families.table()]
+    assert len({row.family for row in families.table()}) >= 75
+    assert all(row.adapter and row.swapped for row in families.table())
+    for family, name, _ in swapped:
+        assert hasattr(hf_blocks.modeling(family), name)
