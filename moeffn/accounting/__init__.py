@@ -5,17 +5,20 @@ and `training_memory` bytes; `roofline` and `prefill` bounds on tokens/s; `plan_
 cluster; `matching` fair comparisons of FFNs. `block` holds the formulas of one FFN block as plain functions.
 """
 
-from . import block
+from . import block, matching
 from .block import Block
+from .cluster import Cluster, ClusterPlan, Point, Workload, clusters, plan_cluster
 from .cost import Cost, DecodeBytes, Memory, cost, decode_bytes, training_memory
 from .counting import VENDORS, Convention, Count, LayerCount, PartCount, count
 from .presets import Preset, find_preset, presets
 from .roofline import Bound, Device, devices, measure_this_machine, measured_device, prefill, roofline
 from .storage import FORMATS, Format, Stored, stored
+from .traffic import Traffic, distinct_groups, expert_counts, imbalance, traffic
 
 __all__ = [
-    "FORMATS", "VENDORS", "Block", "Bound", "Convention", "Cost", "Count", "DecodeBytes", "Device", "Format",
-    "LayerCount", "Memory", "PartCount", "Preset", "Stored", "block", "cost", "count", "decode_bytes", "devices",
-    "find_preset", "measure_this_machine", "measured_device", "prefill", "presets", "roofline", "stored",
-    "training_memory",
+    "FORMATS", "VENDORS", "Block", "Bound", "Cluster", "ClusterPlan", "Convention", "Cost", "Count", "DecodeBytes",
+    "Device", "Format", "LayerCount", "Memory", "PartCount", "Point", "Preset", "Stored", "Traffic", "Workload",
+    "block", "clusters", "cost", "count", "decode_bytes", "devices", "distinct_groups", "expert_counts", "find_preset",
+    "imbalance", "matching", "measure_this_machine", "measured_device", "plan_cluster", "prefill", "presets",
+    "roofline", "stored", "traffic", "training_memory",
 ]

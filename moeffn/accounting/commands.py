@@ -1,0 +1,165 @@
+"""`moeffn params` and `moeffn plan`. Presentation alone; typer and rich are imported here and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .cluster import ClusterPlan, Workload, clusters, plan_cluster
+from .counting import VENDORS, Count, count
+from .presets import presets
+from .storage import FORMATS, stored
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line's application."""
+    app.command("params")(params)
+    app.command("plan")(plan)
+
+
+def _fail(error: Exception) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(2)
+
+
+def _list(value: str, name: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise _fail(ValueError(f"{name}: expected integers separated by commas, got {value!r}")) from None
+    return found
+
+
+def params(
+    source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name; `list` shows them")],
+    convention: Annotated[str, typer.Option(help=f"what counts as active: {', '.join(VENDORS)}")] = "all",
+    fmt: Annotated[str, typer.Option("--format", help=f"bytes in this format: {', '.join(FORMATS)}")] = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Total and active weights of a model, and where they are."""
+    if source == "list":
+        for preset in presets().values():
+            typer.echo(preset.name)
+        return
+    try:
+        found = count(source, convention=convention)
+        size = stored(source, fmt)
+    except (ValueError, TypeError) as error:
+        raise _fail(error) from None
+    if as_json:
+        typer.echo(json.dumps({**found.to_dict(), "stored": asdict(size)}, indent=1))
+        return
+    _show(found, convention, size.nbytes, fmt)
+
+
+def _show(found: Count, convention: str, nbytes: int, fmt: str) -> None:
+    console = Console()
+    console.print(f"[bold]{found.name}[/bold] ({found.family}), convention {convention}: "
+                  f"total {found.total:,}, active {found.active:,} ({found.active / found.total:.1%})")
+    table = Table("component", "total", "active", "share of total")
+    whole = sum(p.total for p in found.parts)
+    for part in found.parts:
+        table.add_row(part.part, f"{part.total:,}", f"{part.active:,}", f"{part.total / whole:.1%}")
+    table.add_row("FFN in all", f"{found.ffn_total:,}", f"{found.ffn_active:,}", f"{found.ffn_share:.1%}")
+    console.print(table)
+    table = Table("active, by embeddings counted", "weights")
+    for label, value in (("all", found.active_all), ("head, not the input table", found.active_head),
+                         ("none", found.active_none)):
+        table.add_row(label, f"{value:,}")
+    console.print(table)
+    table = Table("layers", "kind", "experts", "top-k", "total each", "active each")
+    for layer in found.layers:
+        last = layer.index + layer.count - 1
+        table.add_row(f"{layer.index}-{last}" if layer.count > 1 else str(layer.index), layer.kind,
+                      str(layer.num_experts or "-"), str(layer.top_k or "-"), f"{layer.total:,}", f"{layer.active:,}")
+    console.print(table)
+    console.print(f"{fmt}: {nbytes / 1e9:.2f} GB ({nbytes / 2**30:.2f} GiB)")
+    if found.mtp_total:
+        console.print(f"multi-token prediction besides: {found.mtp_total:,}, active {found.mtp_active:,}")
+    if found.buffers:
+        console.print(f"buffers that are no parameters: {found.buffers:,}")
+    if found.assumed:
+        console.print("read as absent: " + ", ".join(f"{key} = {value}" for key, value in found.assumed))
+    if found.excluded:
+        console.print("not counted: " + ", ".join(found.excluded))
+
+
+def plan(
+    source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name")],
+    cluster: Annotated[str, typer.Option(help=f"one of {', '.join(clusters())}")] = "H800",
+    ranks: Annotated[str, typer.Option(help="expert-parallel sizes")] = "1,2,4,8,16,32,64,128,256",
+    tokens: Annotated[str, typer.Option(help="tokens (decode: sequences) a rank")] = "32,128",
+    context: Annotated[int, typer.Option(help="past tokens of each sequence")] = 4096,
+    prefill: Annotated[bool, typer.Option(help="prompts instead of decoding")] = False,
+    exchange: Annotated[str, typer.Option(help="auto, direct, hierarchical or alltoall")] = "auto",
+    overlap: Annotated[str, typer.Option(help="none, two_batches or chunks")] = "none",
+    dtype: Annotated[str, typer.Option(help="format of weights, products and dispatch: fp8 or bf16")] = "fp8",
+    replicas: Annotated[int, typer.Option(help="further copies of hot experts")] = 0,
+    png: Annotated[Path | None, typer.Option(help="write a plot here (needs matplotlib)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+) -> None:
+    """Tokens/s a GPU, memory and step time against the number of expert-parallel ranks."""
+    try:
+        size = {"fp8": 1.0, "bf16": 2.0}.get(dtype)
+        if size is None:
+            raise ValueError(f"dtype: expected fp8 or bf16, got {dtype!r}")
+        work = Workload(context=context, prefill=prefill, exchange=exchange, overlap=overlap, dtype=dtype,
+                        bytes_per_weight=size, dispatch=dtype, chunks=4 if overlap == "chunks" else 1)
+        found = plan_cluster(source, cluster, ranks=_list(ranks, "ranks"), tokens_per_rank=_list(tokens, "tokens"),
+                             workload=work, replicas=replicas)
+        if png is not None:
+            plot(found, png)
+    except (ValueError, TypeError) as error:
+        raise _fail(error) from None
+    if as_json:
+        points = [{**asdict(p), "memory_gb": p.memory_gb, "tokens_per_s": p.tokens_per_s} for p in found.points]
+        typer.echo(json.dumps({"model": found.model, "cluster": found.cluster, "points": points}, indent=1))
+        return
+    _show_plan(found)
+
+
+def _show_plan(found: ClusterPlan) -> None:
+    console = Console()
+    table = Table("ranks", "nodes", "tokens", "experts", "exchange", "dense ms", "dispatch", "experts ms", "combine",
+                  "step ms", "tok/s/GPU", "GB/rank", "binds")
+    for p in found.points:
+        table.add_row(str(p.ranks), str(p.nodes), str(p.tokens_per_rank), str(p.experts_per_rank), p.exchange,
+                      *(f"{t / 1000:.2f}" for t in (p.dense_us, p.dispatch_us, p.expert_us, p.combine_us, p.step_us)),
+                      f"{p.tokens_per_s_per_gpu:.0f}", f"{p.memory_gb:.1f}" + ("" if p.fits else " !"), p.binds)
+    console.print(f"[bold]{found.model}[/bold] on {found.cluster}: model bounds, not measurements; ! does not fit")
+    console.print(table)
+    for tokens in dict.fromkeys(p.tokens_per_rank for p in found.points):
+        stop = found.stops_paying(tokens)
+        if stop is None:
+            console.print(f"{tokens} tokens a rank: no size fits in memory")
+        else:
+            where = f"nothing is gained above {stop.ranks} ranks; there {stop.binds} binds"
+            console.print(f"{tokens} tokens a rank: {where}")
+
+
+def plot(found: ClusterPlan, path: Path) -> None:
+    """Tokens/s a GPU against ranks, one line for each number of tokens a rank; sizes that do not fit are hollow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for tokens in dict.fromkeys(p.tokens_per_rank for p in found.points):
+        line = [p for p in found.points if p.tokens_per_rank == tokens]
+        drawn = axes.plot([p.ranks for p in line], [p.tokens_per_s_per_gpu for p in line],
+                          label=f"{tokens} tokens a rank")[0]
+        for p in line:
+            axes.plot(p.ranks, p.tokens_per_s_per_gpu, "o", color=drawn.get_color(),
+                      markerfacecolor=drawn.get_color() if p.fits else "none")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("expert-parallel ranks (hollow: does not fit in memory)")
+    axes.set_ylabel("tokens/s a GPU, modelled")
+    axes.set_title(f"{found.model} on {found.cluster}")
+    axes.legend()
+    figure.savefig(path, dpi=120)
