@@ -20,7 +20,8 @@ MODELS = {
                                                               "num_experts": 8, "num_experts_per_tok": 2}),
     "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, {"intermediate_size": 24, "num_local_experts": 4,
                                                           "num_experts_per_tok": 2}),
-    "olmoe": (hf.OlmoeForCausalLM, hf.OlmoeConfig, {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}),
+    "olmoe": (hf.OlmoeForCausalLM, hf.OlmoeConfig, {"intermediate_size": 24, "num_experts": 8,
+                                                    "num_experts_per_tok": 2}),
     "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, {"intermediate_size": 24, "num_local_experts": 8,
                                                         "num_experts_per_tok": 2}),
     "glm4_moe": (hf.Glm4MoeForCausalLM, hf.Glm4MoeConfig, {
@@ -43,7 +44,8 @@ def model_of(family, implementation="eager", **extra):
     model = cls(made).eval()
     with torch.no_grad():  # routers that start at zero choose nothing in particular
         for name, p in model.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * (1.0 if p.ndim == 1 else 0.2))
+            values = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+            p.copy_(values * (1.0 if p.ndim == 1 else 0.2))
     return model
 
 

@@ -160,6 +160,7 @@ class _Planner:
             return
         self.seen.add(module)
         taken: tuple[str, ...] = ()
+        before = len(self.steps), len(self.left)
         cls = original_class(module).__name__
         if is_swapped(module):
             taken = ("*",)
@@ -178,15 +179,14 @@ class _Planner:
             taken = ("*",) if self.plan_dense(name, module) else ()
         elif self.dense and pairs.candidate(module):
             taken = self.plan_pair(name, module)
-        elif self.dense:
-            reason = ffn.unreachable(name, module)
-            if reason:
-                self.leave(name, module, reason)
         if "*" in taken:
             return
         for child_name, child in module.named_children():
             if child_name not in taken:
                 self.walk(f"{name}.{child_name}".lstrip("."), child)
+        reason = ffn.unreachable(name, module) if self.dense and not taken else None
+        if reason and before == (len(self.steps), len(self.left)):
+            self.leave(name, module, reason)
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
         self.left.append(Left(name, original_class(module).__name__, reason))
