@@ -71,7 +71,7 @@ def config_for(row: families.Family, cls: type, **extra):
         candidates.insert(0, annotation)
     experts = row.num_experts.split(".")[0]
     chosen = next((c for c in candidates if experts in _fields(c) or experts in c.attribute_map), candidates[0])
-    given = {k: v for k, v in SIZES.items() if k in _fields(chosen) and k not in chosen.attribute_map}
+    given = {k: v for k, v in SIZES.items() if k in _fields(chosen) or k in chosen.attribute_map}
     special = SPECIAL.get(row.block, SPECIAL.get(row.family, {})) | extra
     made = chosen(**{k: v for k, v in given.items() if v is not None} | special)
     made._experts_implementation = "eager"

@@ -53,8 +53,8 @@ def is_swapped(module: nn.Module) -> bool:
 
 def original_class(module: nn.Module) -> Any:
     """The class the module was built from."""
-    cls = type(module)
-    return cls.__mro__[2] if issubclass(cls, Swapped) else cls
+    mro = type(module).__mro__
+    return mro[mro.index(Swapped) + 1] if Swapped in mro else mro[0]
 
 
 def own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
