@@ -1,0 +1,445 @@
+"""Dispatchers on W ranks that are threads of one process: every one equals one process, and moves what it says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeffn import ExpertWeights, Routing, moe_ffn, reference
+from moeffn.distributed import (AllGather, AllToAll, Dispatcher, Handle, Local, MismatchError, Placement,
+                                RankAbsentError, TwoLevel, local_experts, run_loopback)
+from moeffn.distributed.cost import Links, estimate, expected_destinations
+from moeffn.distributed.payload import RowFormat
+from moeffn.distributed.transport import LoopbackTransport
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Problem:
+    """Weights of E experts, and each rank's tokens, ids, weights and output gradients."""
+
+    placement: Placement
+    w_in: Tensor
+    w_out: Tensor
+    x: list[Tensor]
+    ids: list[Tensor]
+    weights: list[Tensor]
+    dy: list[Tensor]
+    apply_to: str
+
+    @property
+    def W(self) -> int:
+        return self.placement.num_ranks
+
+
+def random_problem(seed: int, dtype: torch.dtype = torch.float64) -> Problem:
+    """A random problem; the seed also walks through the special cases that break exchanges."""
+    rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    W = rng.choice([1, 2, 3, 4, 4, 6, 8, 16])
+    E = rng.choice([1, 3, W, W + 1, 2 * W, 3 * W + 2])  # fewer experts than ranks, one each, uneven
+    K = rng.randint(1, min(E, 6))
+    D, F = rng.randint(1, 9), rng.randint(1, 6)
+    placement = Placement.balanced(E, W) if rng.random() < 0.5 else Placement.chunked(E, W)
+    if rng.random() < 0.3:  # replicas: every rank gets another expert that it lacks, when there is one
+        held = [list(h) for h in placement.experts_of_rank]
+        for h in held:
+            spare = sorted(set(range(E)) - set(h))
+            h += rng.sample(spare, min(1, len(spare)))
+        placement = Placement(E, tuple(tuple(h) for h in held))
+    if rng.random() < 0.2 and W > 1:  # a rank that is gone: its experts live elsewhere or nowhere
+        placement = placement.without([rng.randrange(W)])
+    kind = rng.choice(["random", "hot", "distinct", "hole", "none"])
+    ids, x = [], []
+    for _ in range(W):
+        T = rng.choice([0, 1, 2, 5, 11])
+        if kind == "hot":  # every slot to rank 0's first expert: duplicates and idle ranks
+            one = torch.zeros(T, K, dtype=torch.int64)
+        elif kind == "distinct":
+            one = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)]) if T else torch.zeros(0, K)
+        elif kind == "hole":  # ids beyond E and -1 are not routed
+            one = torch.randint(-2, E + 2, (T, K), generator=g)
+        elif kind == "none":
+            one = torch.full((T, K), -1)
+        else:
+            one = torch.randint(0, E, (T, K), generator=g)
+        ids.append(one.to(torch.int32))
+        x.append(torch.randn(T, D, generator=g, dtype=torch.float64).to(dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weights = [torch.rand(i.shape, generator=g, dtype=torch.float64).to(wide) for i in ids]
+    return Problem(placement, (torch.randn(E, 2 * F, D, generator=g, dtype=torch.float64) / D**0.5).to(dtype),
+                   (torch.randn(E, D, F, generator=g, dtype=torch.float64) / F**0.5).to(dtype), x, ids, weights,
+                   [torch.randn(t.shape, generator=g, dtype=torch.float64).to(dtype) for t in x],
+                   rng.choice(["output", "input"]))
+
+
+def leaf(t: Tensor) -> Tensor:
+    return t.clone().requires_grad_()
+
+
+def one_process(p: Problem) -> dict[str, Tensor]:
+    """Output and gradients of all tokens in one process; slots of missing experts do not exist."""
+    lost = torch.tensor([*(e in p.placement.missing for e in range(p.placement.num_experts)), False])
+    ids = torch.cat(p.ids)
+    inside = (ids >= 0) & (ids < p.placement.num_experts)
+    ids = torch.where(inside & ~lost[torch.where(inside, ids, -1).long()], ids, -1)
+    x, w, a, b = leaf(torch.cat(p.x)), leaf(torch.cat(p.weights)), leaf(p.w_in), leaf(p.w_out)
+    y = moe_ffn(x, Routing(ids, w, apply_to=p.apply_to), ExpertWeights(a, b), backend="torch")
+    y.backward(torch.cat(p.dy))
+    return {"y": y.detach(), "x": x.grad, "weights": w.grad, "w_in": a.grad, "w_out": b.grad}
+
+
+@dataclass
+class Ran:
+    """What one rank computed."""
+
+    tensors: dict[str, Tensor]
+    handle: Handle
+    sent: dict[str, int]
+    exchanges: int
+
+
+def on_rank(p: Problem, dispatcher: Dispatcher, transport: LoopbackTransport) -> Ran:
+    r = transport.rank
+    held = list(p.placement.experts_of_rank[r])
+    x, w, a, b = leaf(p.x[r]), leaf(p.weights[r]), leaf(p.w_in[held]), leaf(p.w_out[held])
+    batch = dispatcher.dispatch(x, Routing(p.ids[r], w, apply_to=p.apply_to))
+    out = dispatcher.combine(local_experts(batch, ExpertWeights(a, b), backend="torch"), batch.handle)
+    out.backward(p.dy[r])
+    sent = dict(transport.sent_bytes)
+    exchanges = transport.exchanges
+    for inner in (getattr(dispatcher, "across", None), getattr(dispatcher, "inside", None)):
+        for key, n in (inner.sent_bytes if inner else {}).items():
+            sent[key] = sent.get(key, 0) + n
+        exchanges += inner.exchanges if inner else 0
+    return Ran({"y": out.detach(), "x": x.grad, "weights": w.grad, "w_in": a.grad, "w_out": b.grad}, batch.handle, sent,
+               exchanges)
+
+
+def gathered(p: Problem, ran: list[Ran]) -> dict[str, Tensor]:
+    """The ranks' results as one process has them: tokens in rank order, experts by id, replicas' gradients summed."""
+    out = {name: torch.cat([r.tensors[name] for r in ran]) for name in ("y", "x", "weights")}
+    for name, like in (("w_in", p.w_in), ("w_out", p.w_out)):
+        total = torch.zeros_like(like)
+        for r, held in zip(ran, p.placement.experts_of_rank, strict=True):
+            for slot, e in enumerate(held):
+                total[e] += r.tensors[name][slot]
+        out[name] = total
+    return out
+
+
+Make = Callable[[LoopbackTransport, Placement], Dispatcher]
+DISPATCHERS: dict[str, Make] = {
+    "rank": lambda t, p: AllToAll(t, p),
+    "none": lambda t, p: AllToAll(t, p, dedup="none"),
+    "gather": lambda t, p: AllGather(t, p),
+    "two level": lambda t, p: TwoLevel(t, p, ranks_per_node=2 if t.size % 2 == 0 else t.size),
+    "budget": lambda t, p: AllToAll(t, p, budget=11),  # the largest T: nothing is dropped
+}
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("block", range(8))
+def test_equals_one_process_in_float64(name: str, block: int):
+    for seed in range(block * 10, block * 10 + 10):
+        p = random_problem(seed)
+        ran = run_loopback(p.W, lambda t, p=p: on_rank(p, DISPATCHERS[name](t, p.placement), t))
+        want, got = one_process(p), gathered(p, ran)
+        for key, value in want.items():
+            assert got[key].shape == value.shape, (seed, key)
+            scale = max(1.0, float(value.abs().max()) if value.numel() else 0.0)
+            assert torch.allclose(got[key], value, rtol=0, atol=1e-12 * scale), (seed, name, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_rounding_of_the_recipe(name: str, dtype: torch.dtype):
+    """Against float64: the error of one process in this dtype, and one half unit for each rounding of the recipe."""
+    unit = torch.finfo(dtype).eps / 2
+    roundings = {"none": 1, "rank": 1, "gather": 1, "budget": 1, "two level": 2}[name]
+    for seed in range(100, 120):
+        p = random_problem(seed, dtype)
+        wide = Problem(p.placement, p.w_in.double(), p.w_out.double(), [t.double() for t in p.x], p.ids,
+                       [t.double() for t in p.weights], [t.double() for t in p.dy], p.apply_to)
+        ran = run_loopback(p.W, lambda t, p=p: on_rank(p, DISPATCHERS[name](t, p.placement), t))
+        exact, plain, got = one_process(wide), one_process(p), gathered(p, ran)
+        for key in ("y", "x"):
+            size = float(exact[key].norm())
+            allowed = float((plain[key].double() - exact[key]).norm())
+            # partial results are rounded before they are summed: relative to the partials, at most sqrt(2K) larger
+            allowed += roundings * unit * size * math.sqrt(2 * p.ids[0].shape[1]) * 2
+            assert float((got[key].double() - exact[key]).norm()) <= allowed + 1e-30, (seed, key)
+
+
+def rows_by_hand(p: Problem, rank: int, name: str) -> dict[str, int]:
+    """Rows that leave `rank`, counted by loops over tokens and slots from the routing alone."""
+    E, W, n = p.placement.num_experts, p.W, 2 if p.W % 2 == 0 else p.W
+    home = [p.placement.places_of_expert[e] for e in range(E)]
+    rank_of_place = p.placement.rank_of_place
+
+    def destinations(r: int, t: int) -> list[int]:
+        held = [home[e] for e in p.ids[r][t].tolist() if 0 <= e < E and home[e]]
+        return [rank_of_place[places[t % len(places)]] for places in held]
+
+    everyone = [[destinations(r, t) for t in range(len(p.ids[r]))] for r in range(W)]
+    if name == "none":
+        return {"out": sum(d != rank for tok in everyone[rank] for d in tok),
+                "back": sum(d == rank for r in range(W) if r != rank for tok in everyone[r] for d in tok)}
+    if name == "rank":
+        return {"out": sum(d != rank for tok in everyone[rank] for d in set(tok)),
+                "back": sum(d == rank for r in range(W) if r != rank for tok in everyone[r] for d in set(tok))}
+    if name == "gather":
+        return {"out": (W - 1) * len(everyone[rank]), "back": sum(len(everyone[r]) for r in range(W) if r != rank)}
+    node, local = divmod(rank, n)
+    rail = [m * n + local for m in range(W // n)]
+    out1 = sum(m != node for tok in everyone[rank] for m in {d // n for d in tok})
+    back1 = sum(node in {d // n for d in tok} for r in rail if r != rank for tok in everyone[r])
+    out2 = sum(d != rank for r in rail for tok in everyone[r] for d in set(tok) if d // n == node)
+    back2 = sum(rank in tok for m in range(W // n) for i in range(n) if i != local for tok in everyone[m * n + i])
+    return {"out": out1 + out2, "back": back1 + back2}
+
+
+@pytest.mark.parametrize("name", ["rank", "none", "gather", "two level"])
+def test_bytes_are_those_of_the_routing(name: str):
+    """What the transport counted equals the handle's figures and rows counted by hand times the bytes of a row."""
+    moved = 0
+    for seed in range(300, 330):
+        p = random_problem(seed)
+        ran = run_loopback(p.W, lambda t, p=p: on_rank(p, DISPATCHERS[name](t, p.placement), t))
+        D, K = p.x[0].shape[1], 1 if name == "none" else p.ids[0].shape[1]
+        token = RowFormat.token(D, torch.float64, K, torch.float64).row_bytes
+        vector = RowFormat.vector(D, torch.float64).row_bytes
+        gradient = RowFormat.gradient(D, torch.float64, K, torch.float64).row_bytes
+        for rank, r in enumerate(ran):
+            rows = rows_by_hand(p, rank, name)
+            h = r.handle
+            assert h.bytes_dispatch == r.sent["dispatch"] == rows["out"] * token, seed
+            assert h.bytes_combine == r.sent["combine"] == rows["back"] * vector, seed
+            assert r.sent["combine backward"] == rows["out"] * vector, seed
+            assert h.bytes_dispatch_backward == r.sent["dispatch backward"] == rows["back"] * gradient, seed
+            assert h.bytes_counts == r.sent["counts"], seed
+            moved += rows["out"]
+    assert moved > 400
+
+
+@pytest.mark.parametrize(("E", "K", "W"), [(16, 2, 4), (30, 4, 8), (64, 6, 16)])  # even, uneven, many ranks
+def test_mean_rows_are_the_expected_destinations(E: int, K: int, W: int):
+    """Uniform routing: distinct ranks per token average D(G) within four standard errors."""
+    T, placement = 400, Placement.balanced(E, W)
+    g = torch.Generator().manual_seed(E)
+    ids = torch.rand(T * W, E, generator=g).topk(K).indices.to(torch.int32).split(T)
+
+    def program(t: LoopbackTransport) -> tuple[Tensor, int]:
+        hop = AllToAll(t, placement).plan(Routing(ids[t.rank], torch.ones(T, K)), 4, torch.float32).hops[0]
+        return (hop.rows_of_token >= 0).sum(1).double(), sum(hop.send)
+
+    found = run_loopback(W, program)
+    per_token = torch.cat([f[0] for f in found])
+    assert int(per_token.sum()) == sum(f[1] for f in found)
+    sizes = [len(h) for h in placement.experts_of_rank]
+    error = float(per_token.std()) / math.sqrt(T * W)
+    assert error > 0
+    assert abs(float(per_token.mean()) - expected_destinations(E, K, sizes)) <= 4 * error
+
+
+def test_expected_destinations_of_published_tables():
+    """D(R) for 256 experts, top 8: 5.295 on 8 ranks, 7.267 on 32; (8,2) on 4 ranks: 1.857."""
+    assert expected_destinations(256, 8, [32] * 8) == pytest.approx(5.295, abs=5e-4)
+    assert expected_destinations(256, 8, [8] * 32) == pytest.approx(7.267, abs=5e-4)
+    assert expected_destinations(8, 2, [2] * 4) == pytest.approx(1.857, abs=5e-4)
+    assert expected_destinations(5, 5, [2, 2, 1]) == 3
+
+
+def test_every_rank_makes_the_same_exchanges():
+    """Idle ranks, and ranks without tokens or experts, call as often as the others."""
+    for name, make in DISPATCHERS.items():
+        for seed in range(400, 410):
+            p = random_problem(seed)
+            ran = run_loopback(p.W, lambda t, p=p, make=make: on_rank(p, make(t, p.placement), t))
+            assert len({r.exchanges for r in ran}) == 1, (name, seed)
+
+
+def test_experts_without_tokens_get_zero_gradients():
+    placement = Placement.balanced(6, 3)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    p = Problem(placement, torch.randn(6, 4, 3, dtype=torch.float64), torch.randn(6, 3, 2, dtype=torch.float64),
+                [x, x[:0], x], [torch.zeros(t, 2, dtype=torch.int32) for t in (4, 0, 4)],
+                [torch.ones(t, 2, dtype=torch.float64) for t in (4, 0, 4)], [x, x[:0], x], "output")
+    for name, make in DISPATCHERS.items():
+        ran = run_loopback(3, lambda t, make=make: on_rank(p, make(t, placement), t))
+        for rank, r in enumerate(ran):
+            for slot, e in enumerate(placement.experts_of_rank[rank]):
+                assert bool((r.tensors["w_in"][slot] == 0).all()) == (e != 0), (name, rank)
+
+
+def test_budget_drops_and_counts():
+    """Rows beyond the budget are dropped in token order, counted, and contribute exactly nothing; gradients follow."""
+    E, W, T, K, D = 4, 2, 6, 2, 5
+    placement = Placement.balanced(E, W)
+    g = torch.Generator().manual_seed(3)
+    x = [torch.randn(T, D, generator=g, dtype=torch.float64) for _ in range(W)]
+    ids = [torch.tensor([[2, 3]] * T, dtype=torch.int32), torch.tensor([[0, 2]] * T, dtype=torch.int32)]
+    weights = [torch.rand(T, K, generator=g, dtype=torch.float64) for _ in range(W)]
+    w_in, w_out = (torch.randn(E, 6, D, generator=g, dtype=torch.float64),
+                   torch.randn(E, D, 3, generator=g, dtype=torch.float64))
+    p = Problem(placement, w_in, w_out, x, ids, weights, x, "output")
+    ran = run_loopback(W, lambda t: on_rank(p, AllToAll(t, placement, budget=4), t))
+    kept = [i.clone() for i in ids]
+    kept[0][4:] = -1  # both experts live on rank 1: tokens 4, 5 do not fit
+    kept[1][4:] = -1  # each of rank 1's tokens goes to both ranks
+    want = one_process(Problem(placement, w_in, w_out, x, kept, weights, x, "output"))
+    for key, value in gathered(p, ran).items():
+        assert torch.allclose(value, want[key], rtol=0, atol=1e-12), key
+    assert [int(r.handle.dropped) for r in ran] == [4, 4]
+    assert all("counts" not in r.sent for r in ran)
+
+
+def test_handle_of_plan_is_reused():
+    """One plan serves several dispatches of the same routing, without further announcements."""
+    placement, ids = Placement.balanced(4, 2), torch.tensor([[0, 3], [2, 1], [1, 2]], dtype=torch.int32)
+
+    def program(t: LoopbackTransport) -> bool:
+        d, routing = AllToAll(t, placement), Routing(ids, torch.ones(3, 2))
+        handle = d.plan(routing, 2, torch.float32)
+        announced = t.sent_bytes["counts"]
+        for scale in (1.0, 2.0):
+            x = torch.arange(6.0).view(3, 2) * scale
+            batch = d.dispatch(x, routing, handle)
+            assert torch.equal(d.combine(batch.x, batch.handle), 2 * x)  # both ranks return each token once
+        return t.sent_bytes["counts"] == announced
+
+    assert run_loopback(2, program) == [True, True]
+
+
+def test_rows_arrive_by_source_and_token():
+    """The order of a batch is (source rank, token): results do not depend on who was faster."""
+    placement = Placement.balanced(4, 2)
+
+    def program(t: LoopbackTransport) -> list[float]:
+        x = torch.arange(3.0)[:, None] + 10 * t.rank
+        ids = torch.tensor([[0, 2], [2, 3], [1, 0]], dtype=torch.int32)
+        return AllToAll(t, placement).dispatch(x, Routing(ids, torch.ones(3, 2))).x[:, 0].tolist()
+
+    assert run_loopback(2, program) == [[0, 2, 10, 12], [0, 1, 10, 11]]
+
+
+def test_local_is_one_process():
+    p = random_problem(1)
+    p = Problem(Placement.balanced(p.placement.num_experts, 1), p.w_in, p.w_out, p.x[:1], p.ids[:1], p.weights[:1],
+                p.dy[:1], p.apply_to)
+    d = Local(p.placement)
+    batch = d.dispatch(p.x[0], Routing(p.ids[0], p.weights[0], apply_to=p.apply_to))
+    y = d.combine(moe_ffn(batch.x, batch.routing, ExpertWeights(p.w_in, p.w_out)), batch.handle)
+    want = reference.moe_ffn(p.x[0], Routing(p.ids[0], p.weights[0], apply_to=p.apply_to), ExpertWeights(p.w_in, p.w_out))
+    assert torch.allclose(y, want, rtol=0, atol=1e-12)
+
+
+class _Short(LoopbackTransport):
+    """A rank that sends one row fewer than it announced to rank 0, as a faulty network layer would."""
+
+    def start(self, rows, send, recv, what):
+        if what == self.fault and self.rank == 1:
+            send = [send[0] - 1, *send[1:]]
+            rows = torch.cat([rows[: send[0]], rows[send[0] + 1 :]])
+        return super().start(rows, send, recv, what)
+
+
+@pytest.mark.parametrize("what", ["dispatch", "combine", "combine backward", "dispatch backward"])
+def test_rows_that_did_not_come_are_seen(what: str):
+    """A short send leaves garbage silently; the tags name the sender, in all four directions."""
+    placement, ids = Placement.balanced(4, 2), torch.tensor([[0, 3], [2, 1], [1, 2]], dtype=torch.int32)
+
+    def program(t: LoopbackTransport) -> None:
+        t.__class__, t.fault = _Short, what
+        d, x = AllToAll(t, placement), torch.randn(3, 2).requires_grad_()
+        batch = d.dispatch(x, Routing(ids, torch.ones(3, 2)))
+        d.combine(batch.x * 2, batch.handle).sum().backward()
+
+    with pytest.raises(MismatchError, match="rank 1 announced 3 rows, 2 came") as caught:
+        run_loopback(2, program)
+    assert caught.value.ranks == (1,)
+
+
+def test_ranks_that_disagree_are_named():
+    placement = Placement.balanced(4, 3)
+
+    def different(**change: object) -> Callable[[LoopbackTransport], None]:
+        def program(t: LoopbackTransport) -> None:
+            odd = change if t.rank == 2 else {}
+            d = AllToAll(t, odd.get("placement", placement), dedup=odd.get("dedup", "rank"))
+            K, D = odd.get("K", 2), odd.get("D", 4)
+            x = torch.zeros(3, D, dtype=odd.get("dtype", torch.float32))
+            d.dispatch(x, Routing(torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K)))
+        return program
+
+    cases = {"top_k": {"K": 1}, "d_model": {"D": 5}, "dtype": {"dtype": torch.float64},
+             "the placement": {"placement": Placement.chunked(4, 3)}, "settings": {"dedup": "none"}}
+    for word, change in cases.items():
+        with pytest.raises(MismatchError, match=rf"rank 2 disagree on .*{word}") as caught:
+            run_loopback(3, different(**change))
+        assert caught.value.ranks == (2,)
+
+
+def test_a_rank_that_stops_does_not_hang_the_others():
+    def program(t: LoopbackTransport) -> None:
+        if t.rank == 1:
+            return  # never comes
+        AllToAll(t, Placement.balanced(2, 2)).plan(Routing(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)), 1,
+                                                  torch.float32)
+
+    with pytest.raises(RankAbsentError, match="rank 1 stopped") as caught:
+        run_loopback(2, program, deadline=0.5)
+    assert caught.value.ranks == (1,)
+
+
+def test_placement_table():
+    assert [len(h) for h in Placement.balanced(30, 8).experts_of_rank] == [4, 4, 4, 4, 4, 4, 3, 3]
+    assert [len(h) for h in Placement.chunked(30, 8).experts_of_rank] == [4, 4, 4, 4, 4, 4, 4, 2]
+    for E, W in ((1, 4), (5, 4), (7, 3), (9, 8)):  # as torch.chunk cuts, with empty ranks
+        sizes = [c.numel() for c in torch.arange(E).chunk(W)]
+        assert [len(h) for h in Placement.chunked(E, W).experts_of_rank] == sizes + [0] * (W - len(sizes))
+    p = Placement(5, ((0, 1), (2, 3), (4, 0)))
+    assert p.first_place == (0, 2, 4, 6) and p.places_of_expert[0] == (0, 5) and p.owner(0) == 0
+    ids = torch.tensor([[0, 4], [0, 1], [0, -1], [5, 2]], dtype=torch.int32)
+    assert p.places(ids).tolist() == [[0, 4], [5, 1], [0, -1], [-1, 2]]  # token t goes to holder t % 2 of expert 0
+    lost = p.without([1])
+    assert lost.missing == (2, 3) and lost.places_of_expert[2] == ()
+    assert lost.places(ids).tolist() == [[0, 2], [3, 1], [0, -1], [-1, -1]]
+    assert Placement(5, ((0, 1), (2, 3), (4, 0))).without([0]).owner(0) == 2
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((3, ((0, 1), (1, 3))), r"experts_of_rank\[1\]: expected ids in \[0, 3\)"),
+    ((3, ((0, 0), (1, 2))), "each expert at most once"),
+    ((3, ((0,), (1,))), r"no home for \(2,\)"),
+])
+def test_bad_placements(arguments: tuple, message: str):
+    with pytest.raises(ValueError, match=message):
+        Placement(*arguments)
+
+
+def test_cost_model_prefers_what_it_should():
+    """Many slow nodes: two levels for long batches; one level for few tokens, where latency counts; always by D(G)."""
+    placement = Placement.balanced(256, 32)
+    long = estimate(placement, tokens=4096, d_model=7168, top_k=8, ranks_per_node=8)
+    short = estimate(placement, tokens=1, d_model=7168, top_k=8, ranks_per_node=8)
+    assert long[0].name == "two_level" and short[0].name != "two_level"
+    by_name = {e.name: e for e in long}
+    rows = by_name["all_to_all, dedup rank"]
+    total = rows.rows_inside + rows.rows_across
+    assert total == pytest.approx(4096 * expected_destinations(256, 8, [8] * 32) * 31 / 32)
+    assert by_name["two_level"].rows_across == pytest.approx(4096 * 3.6143 * 3 / 4, rel=1e-4)  # per node, remote 3 of 4
+    one_node = estimate(Placement.balanced(8, 8), tokens=64, d_model=64, top_k=8, links=Links(latency_s=1e-9))
+    assert one_node[0].name == "all_gather" or one_node[0].bytes <= one_node[-1].bytes
