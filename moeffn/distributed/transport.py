@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
