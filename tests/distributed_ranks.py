@@ -1,7 +1,7 @@
 """Runs a file of cases on W gloo ranks, one spawn for all of them, and collects what each case said on each rank.
 
-A worker writes one JSON line a case, so that a rank that dies or hangs loses only what it did not finish. The exit code of
-a worker is not looked at: gloo's teardown may abort a process whose work is done.
+A worker writes one JSON line a case, so that a rank that dies or hangs loses only what it did not finish. The exit code
+of a worker is not looked at: gloo's teardown may abort a process whose work is done.
 """
 
 from __future__ import annotations

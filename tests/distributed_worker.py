@@ -23,8 +23,17 @@ from torch.utils.checkpoint import checkpoint
 import moeffn
 from moeffn import MoEConfig, MoEFFN
 from moeffn.distributed import (
-    GroupTransport, ParallelConfig, ParallelExperts, Placement, balance_replicas, clip_grad_norm_, fsdp, make_mesh,
-    parallelize, reduce_gradients, update_selection_biases,
+    GroupTransport,
+    ParallelConfig,
+    ParallelExperts,
+    Placement,
+    balance_replicas,
+    clip_grad_norm_,
+    fsdp,
+    make_mesh,
+    parallelize,
+    reduce_gradients,
+    update_selection_biases,
 )
 
 D, F = 8, 6
@@ -102,7 +111,7 @@ class Suite:
                     close(ran.tensors[key][slots], want[key][alone], f"{seed} {name} {key}")
 
     def case_all_tokens_to_rank_0_and_an_idle_rank(self) -> None:
-        """Rank W-1 has no tokens and no expert of another rank than 0 gets any: nobody skips a call, zeros are exact."""
+        """Rank W-1 has no tokens, only rank 0's first expert gets any: nobody skips a call, zeros are exact."""
         c = config(E=2 * self.W, K=1)
         whole = layer(c)
         with torch.no_grad():
@@ -151,8 +160,8 @@ class Suite:
         return [7, 0, 4, 1][: self.W] if self.W > 2 else [5, 3]
 
     def case_layer_with_shared_expert_sum(self) -> None:
-        self._compare(config(d_shared=4, bias=True, router_bias=True), self.mesh, ParallelConfig(loss="sum", deadline=30),
-                      self._tokens())
+        self._compare(config(d_shared=4, bias=True, router_bias=True), self.mesh, ParallelConfig(loss="sum",
+                      deadline=30), self._tokens())
 
     def case_layer_mean_with_each_dispatcher(self) -> None:
         for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
@@ -287,7 +296,7 @@ class Suite:
         refused("a dimension named 'ep'", lambda: parallelize(layer(config()), plain))
         refused("a MoEFFN", lambda: parallelize(nn.Linear(2, 2), self.mesh))
         refused("not distributed yet", lambda: parallelize(parallelize(layer(config()), self.mesh), self.mesh))
-        refused("Placement" if False else "placement", lambda: parallelize(
+        refused("ParallelConfig.placement", lambda: parallelize(
             layer(config()), self.mesh, ParallelConfig(placement=Placement.balanced(5, self.W + 1))))
         refused("one that `parallelize` distributed", lambda: reduce_gradients(nn.Linear(2, 2)))
 

@@ -229,7 +229,8 @@ def test_local_is_one_process():
     d = Local(p.placement)
     batch = d.dispatch(p.x[0], Routing(p.ids[0], p.weights[0], apply_to=p.apply_to))
     y = d.combine(moe_ffn(batch.x, batch.routing, ExpertWeights(p.w_in, p.w_out)), batch.handle)
-    want = reference.moe_ffn(p.x[0], Routing(p.ids[0], p.weights[0], apply_to=p.apply_to), ExpertWeights(p.w_in, p.w_out))
+    routing = Routing(p.ids[0], p.weights[0], apply_to=p.apply_to)
+    want = reference.moe_ffn(p.x[0], routing, ExpertWeights(p.w_in, p.w_out))
     assert torch.allclose(y, want, rtol=0, atol=1e-12)
 
 

@@ -40,7 +40,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One dispatcher, one layer, one rank: rows and bytes of dispatch and combine that leave the rank, seconds of both."""
+    """One dispatcher, one layer, one rank: rows and bytes of dispatch and combine that leave it, seconds of both."""
 
     name: str
     rows_inside: float

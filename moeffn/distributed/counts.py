@@ -58,8 +58,9 @@ class Counts:
         if bool(wrong.any()):
             blamed = wrong.nonzero().squeeze(1).tolist()
             raise MismatchError(
-                f"counts: {name_ranks(blamed)} announced sums that cannot be: rows {self.rows[blamed].sum(1).tolist()}, "
-                f"slots {self.slots[blamed].sum(1).tolist()} for {self.tokens[blamed].tolist()} tokens of {K} slots", blamed)
+                f"counts: {name_ranks(blamed)} announced impossible sums: {self.rows[blamed].sum(1).tolist()} rows, "
+                f"{self.slots[blamed].sum(1).tolist()} slots for {self.tokens[blamed].tolist()} tokens of {K} slots",
+                blamed)
 
     def verify_ids(self, ids: Tensor, recv: Sequence[int]) -> None:
         """ids (M, C) that came: from each source, for each place of this rank, as many slots as it announced."""

@@ -4,9 +4,10 @@
     y     = moe_ffn(batch.x, batch.routing, weights)  the experts know tokens and slots, nothing of ranks
     out   = dispatcher.combine(y, batch.handle)       (T, D) at home
 
-What arrives is an ordinary batch with an ordinary Routing over the L experts of this rank, so every backend runs it fused,
-and nothing but x and the pre-activations is kept for backward. Rows are ordered by source rank, then source token; with
-the stable plan of the experts that gives the order (expert, source rank, token) whatever the arrival order was.
+What arrives is an ordinary batch with an ordinary Routing over the L experts of this rank, so every backend runs it
+fused, and nothing but x and the pre-activations is kept for backward. Rows are ordered by source rank, then source
+token; with the stable plan of the experts that gives the order (expert, source rank, token) whatever the arrival
+order was.
 
 Recipe of the sums: each rank sums the results of its experts for a token in float32 and rounds once to the dtype of x;
 the home rank sums those in float32 in rank order (dedup "none": in slot order) and rounds once. `TwoLevel` rounds once
@@ -34,8 +35,8 @@ from .transport import Transport
 class Handle:
     """What one dispatch did, for its combine: the hops in the order they were made, none for `Local`.
 
-    bytes_dispatch, bytes_combine: what leaves this rank for others in each direction of the forward pass; backward moves
-    `bytes_combine` out again and `bytes_dispatch_backward` home. bytes_counts: the announcements.
+    bytes_dispatch, bytes_combine: what leaves this rank for others in each direction of the forward pass; backward
+    moves `bytes_combine` out again and `bytes_dispatch_backward` home. bytes_counts: the announcements.
     """
 
     T: int
@@ -144,8 +145,8 @@ class AllToAll(_OneHop):
 class AllGather(_OneHop):
     """Each rank gets the tokens of all ranks and returns its part of the result for each of them.
 
-    The way back is a reduce-scatter done as an exchange and a float32 sum at home in rank order, so bfloat16 rounds once.
-    Moves W - 1 rows per token whatever the routing: right when K is close to W or the tokens are few.
+    The way back is a reduce-scatter done as an exchange and a float32 sum at home in rank order, so bfloat16 rounds
+    once. Moves W - 1 rows per token whatever the routing: right when K is close to W or the tokens are few.
     """
 
     def __init__(self, transport: Transport, placement: Placement, *, verify: bool | None = None) -> None:
@@ -155,8 +156,8 @@ class AllGather(_OneHop):
 class TwoLevel:
     """Once per node over the slow link, then once per rank inside the node; the way back sums per node first.
 
-    Rank r is local rank r % ranks_per_node of node r // ranks_per_node. A token goes to the rank of its destination node
-    that has its own local rank (rail-aligned), which hands it on.
+    Rank r is local rank r % ranks_per_node of node r // ranks_per_node. A token goes to the rank of its destination
+    node that has its own local rank (rail-aligned), which hands it on.
     """
 
     def __init__(self, transport: Transport, placement: Placement, *, ranks_per_node: int,

@@ -1,8 +1,8 @@
 """One hop of tokens over one group of ranks, and back: layout, counts, packing, and the gradients of both directions.
 
-A hop copies each token (dedup "rank": once per destination rank; "none": once per slot; "all": to every rank) as a row of
-bytes with its ids and weights, and later sums the rows that come back. The gradient of going out is that sum; the gradient
-of coming back is going out again: both reuse the splits of the forward.
+A hop copies each token (dedup "rank": once per destination rank; "none": once per slot; "all": to every rank) as a row
+of bytes with its ids and weights, and later sums the rows that come back. The gradient of going out is that sum; the
+gradient of coming back is going out again: both reuse the splits of the forward.
 
 Worked example, T=2, K=2, G=2 ranks, slots go to ranks [[0,1],[1,1]], dedup "rank":
 
@@ -12,7 +12,9 @@ Worked example, T=2, K=2, G=2 ranks, slots go to ranks [[0,1],[1,1]], dedup "ran
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from .. import checks
 from ..permute import weighted_sum
 from .counts import Counts, announce
+from .errors import MismatchError
 from .payload import RowFormat, tags, verify_tags
 from .transport import Pending, Transport
 
@@ -87,8 +90,18 @@ class Hop:
         work, number = pending
         buffer = work.wait()
         if self.verify:
-            verify_tags(fmt.column(buffer, -1), number, self.send if home else self.recv, what)
+            with self.telling():
+                verify_tags(fmt.column(buffer, -1), number, self.send if home else self.recv, what)
         return buffer
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks why this one stops, when it does: they will wait for it in vain."""
+        try:
+            yield
+        except MismatchError as error:
+            self.transport.report(f"stopped: {error}")
+            raise
 
     def gather(self, x: Tensor, out: Tensor) -> None:
         """out (S, D) <- the token of each sent row; padding rows get any token (nothing reads them)."""
@@ -151,9 +164,8 @@ def _owners(owner: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
 
 def _presence(target: Tensor, G: int, dedup: Dedup) -> Tensor:
     """(G, units) bool: does unit u go to rank g?"""
-    T, K = target.shape
     if dedup == "all":
-        return torch.ones((G, T), dtype=torch.bool, device=target.device)
+        return torch.ones((G, target.shape[0]), dtype=torch.bool, device=target.device)
     flat = target.reshape(-1, 1) if dedup == "none" else target
     marks = torch.zeros((flat.shape[0], G + 1), dtype=torch.bool, device=target.device)
     marks.scatter_(1, torch.where(flat < 0, G, flat).long(), True)
@@ -206,7 +218,8 @@ class _Dispatch(torch.autograd.Function):
         came = hop.receive(hop.start(buffer, fmt, "dispatch"), fmt, "dispatch")
         ids = fmt.column(came, 1).contiguous()
         if hop.verify and hop.counts is not None:
-            hop.counts.verify_ids(ids, hop.recv)
+            with hop.telling():
+                hop.counts.verify_ids(ids, hop.recv)
         ctx.mark_non_differentiable(ids)
         return fmt.column(came, 0), ids, fmt.column(came, 2).contiguous()
 

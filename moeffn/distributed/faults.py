@@ -1,7 +1,22 @@
-"""Who is missing: after an exchange fails, the survivors tell each other through the group's store where they stopped.
+"""What happens when a rank fails, and who is missing.
 
-Nothing is written while all goes well. A rank whose exchange fails writes its state, then waits until every other rank
-has written or a grace period has passed; those that stay silent died, hang, or never came.
+The contract, on gloo with a deadline:
+
+* A rank that dies, hangs or is later than the deadline: every other rank raises RankAbsentError naming it, at most
+  2 · deadline + 2 seconds after its own call began. With torchrun the rank's agent may end the others sooner.
+* A rank whose arguments differ (placement, dispatcher, D, K, dtype), that announces impossible counts, or that delivers
+  fewer rows or other rows than announced: MismatchError names it where that is seen; the rank that saw it tells the
+  others through the store, whose error repeats it.
+* A rank that skips a call: the exchanges that meet have different sizes. gloo ends a process that is sent more than it
+  expects (the one that skipped, or its peers); the rest name it as absent.
+* After any of these the group is dead. Destroy it, form a new one of the ranks that remain, take
+  `placement.without(dead)` or a new placement over the survivors, and load the last checkpoint: it reshards to any
+  number of ranks. Nothing was committed: the optimizer step has not run.
+
+On NCCL, torch's watchdog bounds the wait (its timeout, not `deadline`), and arguments and counts are still compared.
+
+Nothing is written while all goes well. A rank whose exchange fails writes its state to the group's store, then waits
+until every other rank has written or a grace period has passed; those that stay silent died, hang, or never came.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ def expert_parallel_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, dis
     routing  over all E experts, for this rank's tokens
     weights  of the L experts (L = 0 too) that `dispatcher.placement` puts on this rank, in slot order
 
-    Collective: every rank calls it, and its backward, the same number of times, with T = 0 too. A rank's expert gradients
-    are sums over the tokens of all ranks. Raises what `moe_ffn` raises, and ExchangeError.
+    Collective: every rank calls it, and its backward, the same number of times, with T = 0 too. A rank's expert
+    gradients are sums over the tokens of all ranks. Raises what `moe_ffn` raises, and ExchangeError.
     """
     flat = x.reshape(-1, x.shape[-1])
     batch = dispatcher.dispatch(flat, routing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ def reduce_gradients(module: nn.Module) -> None:
     """Once per optimizer step, after the last backward: gradients become those of one process on all tokens.
 
     Replicated parameters are summed over all ranks of the mesh in float32 (and divided by their number with
-    loss="mean"), experts over the data-parallel ranks. A trainable parameter without a gradient counts as zero, so ranks
-    that use different parts of the model still agree. Parameters that FSDP manages are left to it.
+    loss="mean"), experts over the data-parallel ranks. A trainable parameter without a gradient counts as zero, so
+    ranks that use different parts of the model still agree. Parameters that FSDP manages are left to it.
     """
     experts = [layer.experts for layer in parallel_layers(module)]
     if not experts:
@@ -38,7 +38,7 @@ def reduce_gradients(module: nn.Module) -> None:
         _sum_together(packed, mesh, "ep", 1.0)
 
 
-def _sum_together(params: list[nn.Parameter], mesh: DeviceMesh, without: str | None, scale: float) -> None:
+def _sum_together(params: Sequence[nn.Parameter], mesh: DeviceMesh, without: str | None, scale: float) -> None:
     """Sum the gradients of `params` over the mesh, all of one accumulation dtype in one collective."""
     for wide in (torch.float32, torch.float64):
         group = [p for p in params if (p.dtype == torch.float64) == (wide == torch.float64)]

@@ -1,7 +1,8 @@
 """parallelize: the experts of a layer or model over the `ep` dimension of a device mesh, data parallel over the others.
 
-Each rank of the mesh works on its own tokens. Experts become one packed DTensor a parameter, `Shard(0)` over `ep`, under the
-names they had, so checkpoints (torch.distributed.checkpoint) reshard by global expert id. Everything else is replicated.
+Each rank of the mesh works on its own tokens. Experts become one packed DTensor a parameter, `Shard(0)` over `ep`,
+under the names they had, so checkpoints (torch.distributed.checkpoint) reshard by global expert id. Everything else
+is replicated.
 
 Gradients, after `reduce_gradients(model)`, are those of one process on all tokens: of the mean of the ranks' losses
 (loss="mean", what DDP and FSDP do) or of their sum (loss="sum": divide by the global number of tokens yourself, which
@@ -156,7 +157,8 @@ def _per_node(size: int, config: ParallelConfig) -> int:
     return n if n <= size and size % n == 0 else size
 
 
-def make_dispatcher(name: str, transport: Transport, placement: Placement, config: ParallelConfig | None = None) -> Dispatcher:
+def make_dispatcher(name: str, transport: Transport, placement: Placement,
+                    config: ParallelConfig | None = None) -> Dispatcher:
     """A dispatcher by its name in the cost table; W = 1 gives `Local`."""
     config = config or ParallelConfig()
     checks.one_of("dispatcher", name, _CHOICES[1:])
@@ -186,7 +188,9 @@ class ParallelExperts(Experts):
                  for p in (self.w_in, self.w_out, self.b_in, self.b_out)]
         if self.replicator is not None:
             local = self.replicator(local)
-        return ExpertWeights(*local, self.activation, self.layout)  # type: ignore[arg-type]
+        w_in, w_out, b_in, b_out = local
+        assert w_in is not None and w_out is not None
+        return ExpertWeights(w_in, w_out, b_in, b_out, self.activation, self.layout)
 
     def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto") -> Tensor:
         return expert_parallel_ffn(x, routing, self.weights, self.dispatcher, backend=backend)

@@ -2,8 +2,8 @@
 
     | x: D values | ids: C int32 | weights: C values | tag: int32 |  padded to a multiple of 16 bytes
 
-Bytes carry any dtype (gloo refuses float8, and int32 beside bfloat16 needs two collectives otherwise). The tag says which
-row of which exchange this is, so a row that was never written, or that belongs elsewhere, is seen.
+Bytes carry any dtype (gloo refuses float8, and int32 beside bfloat16 needs two collectives otherwise). The tag says
+which row of which exchange this is, so a row that was never written, or that belongs elsewhere, is seen.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def verify_tags(found: Tensor, exchange: int, recv: Sequence[int], what: str) ->
         return
     per_rank = [int(part.sum()) for part in wrong.split(list(recv))]
     blamed = [r for r, n in enumerate(per_rank) if n]
-    detail = "; ".join(f"rank {r} announced {recv[r]} rows, {recv[r] - per_rank[r]} came" for r in blamed)
+    detail = "; ".join(f"rank {r} announced {recv[r]} rows, {recv[r] - per_rank[r]} came as announced" for r in blamed)
     raise MismatchError(f"{what} (exchange {exchange}): {name_ranks(blamed)} sent other rows than announced: {detail}",
                         blamed)

@@ -25,8 +25,8 @@ class Placement:
 
     The owner of an expert is the lowest rank that holds it; the other holders are replicas. Tokens are split over the
     holders of an expert by token index, so each goes to exactly one. Slots routed to a missing expert contribute
-    nothing and are counted as dropped. Raises ValueError for ids out of range, an expert twice on one rank, or an expert
-    without a home that `missing` does not name.
+    nothing and are counted as dropped. Raises ValueError for ids out of range, an expert twice on one rank, or an
+    expert without a home that `missing` does not name.
     """
 
     num_experts: int

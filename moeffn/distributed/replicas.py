@@ -1,7 +1,8 @@
 """Replicas of hot experts: which experts to copy where (EPLB), and the copies themselves.
 
-`balance_replicas` follows DeepSeek's EPLB: pack groups of experts to nodes by the longest-processing-time rule, give each
-further slot of a node to the expert with the most load per copy, and pack the copies to the node's ranks by the same rule.
+`balance_replicas` follows DeepSeek's EPLB: pack groups of experts to nodes by the longest-processing-time rule, give
+each further slot of a node to the expert with the most load per copy, and pack the copies to the node's
+ranks by the same rule.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ def balance_replicas(load: Sequence[float], num_ranks: int, slots_per_rank: int,
                      num_groups: int = 1) -> Placement:
     """load (E,), any unit -> Placement of slots_per_rank · num_ranks copies of E experts with an even load.
 
-    num_groups: experts e of one group (E / num_groups neighbours, group-limited routing) stay on one node when the groups
-    divide by the nodes; else nodes are ignored. Ranks never hold an expert twice, so some slots stay empty when that
-    leaves no choice. Raises ValueError when the slots cannot hold every expert once.
+    num_groups: experts e of one group (E / num_groups neighbours, group-limited routing) stay on one node when the
+    groups divide by the nodes; else nodes are ignored. Ranks never hold an expert twice, so some slots stay empty when
+    that leaves no choice. Raises ValueError when the slots cannot hold every expert once.
     """
     E, slots = len(load), num_ranks * slots_per_rank
     for name, value in (("num_ranks", num_ranks), ("slots_per_rank", slots_per_rank), ("num_nodes", num_nodes),
@@ -110,8 +111,8 @@ def _make_room(packed: list[list[int]], total: list[float], weights: list[float]
 class Replicator:
     """Copies each expert's weights from the rank that owns it to the ranks that compute it; gradients return summed.
 
-    One exchange each way per call, all tensors of an expert in one row. The replicas' gradients are summed in float32 in
-    the order of the table, owner first.
+    One exchange each way per call, all tensors of an expert in one row. The replicas' gradients are summed in float32
+    in the order of the table, owner first.
     """
 
     def __init__(self, transport: Transport, home: Placement, placement: Placement) -> None:
@@ -130,7 +131,7 @@ class Replicator:
         """The owned experts' tensors (L, …), None where absent -> those of this rank's slots. Collective."""
         present = [t for t in tensors if t is not None]
         device, dtype = present[0].device, present[0].dtype
-        flat = torch.cat([t.reshape(t.shape[0], t[0].numel() if t.shape[0] else t.shape[1:].numel()) for t in present], 1)
+        flat = torch.cat([t.reshape(t.shape[0], t.shape[1:].numel()) for t in present], 1)
         if self._hop is None:
             self._hop = plan_hop(self.transport, self.places.to(device), self.placement.rank_of_place, dedup="none",
                                  D=flat.shape[1], dtype=dtype)

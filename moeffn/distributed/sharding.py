@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -36,13 +37,17 @@ def fsdp(module: nn.Module, **options: Any) -> nn.Module:
             raise checks.bad("mesh", "one dimension beside 'ep' for FSDP", names)
         rows = [p.shape[1] for p in layer.experts.parameters()]
         dim = 1 if all(r % dp_size == 0 for r in rows) else 0
-        fully_shard(layer.experts, mesh=mesh[names[0]], shard_placement_fn=lambda p, dim=dim: Shard(dim), **options)
+        fully_shard(layer.experts, mesh=mesh[names[0]], shard_placement_fn=functools.partial(_shard, dim), **options)
         _sum_gradients(layer.experts)  # the factor of the loss convention is already in the experts' gradients
     whole = mesh if mesh.ndim == 1 else mesh._flatten("moeffn_all")
     fully_shard(module, mesh=whole, ignored_params=unmanaged or None, **options)
     if loss == "sum":
         _sum_gradients(module)
     return module
+
+
+def _shard(dim: int, parameter: nn.Parameter) -> Shard:
+    return Shard(dim)
 
 
 def _sum_gradients(module: nn.Module) -> None:

@@ -38,6 +38,9 @@ class Transport(Protocol):
     def start(self, rows: Tensor, send: Sequence[int], recv: Sequence[int], what: str) -> Pending:
         """Send rows (sum(send), bytes) uint8, the first send[0] to rank 0 and so on; recv[r] rows come from rank r."""
 
+    def report(self, state: str) -> None:
+        """Tell the other ranks that this one stops, and why."""
+
     def split(self, groups: Sequence[Sequence[int]]) -> Transport:
         """This rank's group among disjoint `groups` of ranks; every rank calls it with the same groups."""
 
@@ -45,7 +48,8 @@ class Transport(Protocol):
 def account(transport: Transport, rows: Tensor, send: Sequence[int], what: str) -> None:
     """Check the splits and count the bytes that leave this rank."""
     if sum(send) != rows.shape[0] or len(send) != transport.size:
-        raise checks.bad(f"{what}: send splits", f"{transport.size} splits that sum to {rows.shape[0]} rows", list(send))
+        raise checks.bad(f"{what}: send splits", f"{transport.size} splits that sum to {rows.shape[0]} rows",
+                         list(send))
     away = rows.shape[0] - send[transport.rank]
     transport.exchanges += 1
     transport.sent_bytes[what] = transport.sent_bytes.get(what, 0) + away * rows.shape[1] * rows.element_size()
@@ -92,7 +96,6 @@ class GroupTransport:
         return GroupTransport(mine, deadline=self.deadline)  # type: ignore[arg-type]
 
     def report(self, state: str) -> None:
-        """Tell the others, through the group's store, where this rank stopped."""
         from .faults import report
 
         report(self, state)
@@ -126,6 +129,9 @@ class LoopbackTransport:
     def start(self, rows: Tensor, send: Sequence[int], recv: Sequence[int], what: str) -> Pending:
         account(self, rows, send, what)
         return _Ready(self.hub.exchange(self.rank, rows, list(send), list(recv), what))
+
+    def report(self, state: str) -> None:
+        """Nothing: an exception in one thread ends the others."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> LoopbackTransport:
         hub, position = self.hub.split(self.rank, groups)
