@@ -1,0 +1,226 @@
+"""Forward: the up-projection with its activation, and the product of packed rows with the experts' matrices.
+
+Every kernel works on the row tiles of a `Schedule`; programs beyond the device's number of tiles return at once.
+Offsets that multiply a stride are 64-bit throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import gated, unary
+from .launch import cdiv, launch
+from .metadata import Schedule
+from .tiles import TileConfig
+
+
+@triton.jit
+def place(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of program pid: GROUP_M row tiles share each column tile before the next comes."""
+    width = GROUP_M * tiles_n
+    first = pid // width * GROUP_M
+    rows = tl.minimum(tiles_m - first, GROUP_M)
+    within = pid % width
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """Program pid of a schedule: its expert, its rows (BLOCK_M,), which of them are the expert's, its column tile."""
+    tile, pid_n = place(pid, count, tiles_n, GROUP_M)
+    e = tl.load(tiles + 1 + tile).to(tl.int64)
+    row = tl.load(tiles + 1 + capacity + tile) + tl.arange(0, BLOCK_M)
+    return e, row, row < tl.load(offsets + e + 1), pid_n
+
+
+@triton.jit
+def load(at, rows, columns, FULL_ROWS: tl.constexpr, FULL_COLUMNS: tl.constexpr):
+    """A tile, zero where a mask is false; masks known to be full cost nothing."""
+    if FULL_ROWS and FULL_COLUMNS:
+        return tl.load(at)
+    elif FULL_ROWS:
+        return tl.load(at, mask=columns[None, :], other=0.0)
+    elif FULL_COLUMNS:
+        return tl.load(at, mask=rows[:, None], other=0.0)
+    else:
+        return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
+
+
+@triton.jit
+def _up_piece(g, u, n, row64, live, scale, b_at, stride_bn, h, a, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+              SCALE: tl.constexpr, ACT: tl.constexpr):
+    """The up-projection's epilogue on some columns n: scale, bias, h, activation."""
+    keep = live[:, None] & (n < F)[None, :]
+    gate_row = n * 2 if INTERLEAVED else n
+    up_row = n * 2 + 1 if INTERLEAVED else n + F
+    if SCALE:
+        g *= scale[:, None]
+        u *= scale[:, None]
+    if b_at is not None:
+        g += tl.load(b_at + gate_row.to(tl.int64) * stride_bn, mask=n < F, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            u += tl.load(b_at + up_row.to(tl.int64) * stride_bn, mask=n < F, other=0.0).to(tl.float32)[None, :]
+    # the activation reads what backward will read: h rounded to its storage type
+    g = g.to(a.dtype.element_ty)
+    if GATED:
+        u = u.to(a.dtype.element_ty)
+        if h is not None:
+            tl.store(h + row64[:, None] * (2 * F) + gate_row[None, :], g, mask=keep)
+            tl.store(h + row64[:, None] * (2 * F) + up_row[None, :], u, mask=keep)
+        act = gated(g.to(tl.float32), u.to(tl.float32), ACT)
+    else:
+        if h is not None:
+            tl.store(h + row64[:, None] * F + n[None, :], g, mask=keep)
+        act = unary(g.to(tl.float32), ACT)
+    tl.store(a + row64[:, None] * F + n[None, :], act.to(a.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _up(x, w, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F, stride_xt, stride_xd, stride_we,
+        stride_wn, stride_wk, stride_be, stride_bn, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+        SCALE: tl.constexpr, ACT: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+        PRECISION: tl.constexpr):
+    """h = x[token] · w_inᵀ (· weight) + bias, a = act(h); h is None in inference. Gate and up are summed together."""
+    tiles_n = tl.cdiv(F, BLOCK_N)
+    count = tl.load(tiles)
+    pid = tl.program_id(0)
+    if pid >= count * tiles_n:
+        return
+    e, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
+    slot = tl.load(slot_of_row + row, mask=live, other=0)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    gate_row = n * 2 if INTERLEAVED else n
+    x_at = x + (slot // TOP_K).to(tl.int64)[:, None] * stride_xt + k.to(tl.int64)[None, :] * stride_xd
+    w_at = w + e * stride_we + gate_row.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
+    to_up = tl.cast(stride_wn, tl.int64) * (1 if INTERLEAVED else F)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_u = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in range(0, D, BLOCK_K):
+        rest = D - k0
+        xk = load(x_at, live, k < rest, True, EVEN_K)
+        wk = load(w_at, k < rest, n < F, EVEN_K, EVEN_N)
+        acc = tl.dot(xk, wk, acc, input_precision=PRECISION)
+        if GATED:
+            uk = load(w_at + to_up, k < rest, n < F, EVEN_K, EVEN_N)
+            acc_u = tl.dot(xk, uk, acc_u, input_precision=PRECISION)
+        x_at += tl.cast(stride_xd, tl.int64) * BLOCK_K
+        w_at += tl.cast(stride_wk, tl.int64) * BLOCK_K
+    scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if SCALE:
+        scale = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)
+    row64 = row.to(tl.int64)
+    b_at = None if bias is None else bias + e * stride_be
+    part: tl.constexpr = BLOCK_N // PIECES
+    first = pid_n * BLOCK_N + tl.arange(0, part)
+    if PIECES == 1:
+        _up_piece(acc, acc_u, first, row64, live, scale, b_at, stride_bn, h, a, F, GATED, INTERLEAVED, SCALE, ACT)
+    else:
+        tl.static_assert(PIECES == 2)
+        g0, g1 = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, part)), (0, 2, 1)))
+        u0, u1 = tl.split(tl.permute(tl.reshape(acc_u, (BLOCK_M, 2, part)), (0, 2, 1)))
+        _up_piece(g0, u0, first, row64, live, scale, b_at, stride_bn, h, a, F, GATED, INTERLEAVED, SCALE, ACT)
+        _up_piece(g1, u1, first + part, row64, live, scale, b_at, stride_bn, h, a, F, GATED, INTERLEAVED, SCALE, ACT)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _rows(a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn, stride_wk, stride_be,
+          stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+          EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """out (N, WIDTH) = a (N, INNER) · w[expert] (WIDTH, INNER by strides)ᵀ + bias, rows packed on both sides."""
+    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
+    count = tl.load(tiles)
+    pid = tl.program_id(0)
+    if pid >= count * tiles_n:
+        return
+    e, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
+    row64 = row.to(tl.int64)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    a_at = a + row64[:, None] * INNER + k[None, :]
+    w_at = w + e * stride_we + n.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k0 in range(0, INNER, BLOCK_K):
+        rest = INNER - k0
+        ak = load(a_at, live, k < rest, False, EVEN_K)
+        wk = load(w_at, k < rest, n < WIDTH, EVEN_K, EVEN_N)
+        acc = tl.dot(ak, wk, acc, input_precision=PRECISION)
+        a_at += BLOCK_K
+        w_at += tl.cast(stride_wk, tl.int64) * BLOCK_K
+    if bias is not None:
+        b_at = bias + e * stride_be + n.to(tl.int64) * stride_bn
+        acc += tl.load(b_at, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+    keep = live[:, None] & (n < WIDTH)[None, :]
+    tl.store(out + row64[:, None] * WIDTH + n[None, :], acc.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _combine(rows, row_of_slot, weights, out, D, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = Σ_k weight · rows[row_of_slot[t·K + k]] in slot order, in float32; slots without a row add nothing."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):  # unrolled: all rows are in flight at once, the sum stays in order
+        row = tl.load(row_of_slot + t * K + k).to(tl.int64)
+        columns = tl.where(row >= 0, D, 0)
+        part = tl.load(rows + row * D + d, mask=d < columns, other=0.0).to(tl.float32)
+        if WEIGHTED:  # a slot without a row adds zero whatever its weight
+            part *= tl.where(row >= 0, tl.load(weights + t * K + k).to(tl.float32), 0.0)
+        acc += part
+    tl.store(out + t * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+def blocks(config: TileConfig, columns: int, inner: int) -> dict[str, Any]:
+    """The tile as constants of a kernel with `columns` output columns and a sum over `inner`."""
+    return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+            "EVEN_N": columns % config.block_n == 0, "EVEN_K": inner % config.block_k == 0}
+
+
+def up(x: Tensor, w_in: Tensor, b_in: Tensor | None, slot_of_row: Tensor, offsets: Tensor, tiles: Schedule,
+       config: TileConfig, *, top_k: int, d_expert: int, activation: tuple[Any, ...], interleaved: bool,
+       scale: Tensor | None, save: bool, precision: str) -> tuple[Tensor, Tensor | None]:
+    """x (T, D), w_in (E, 2F | F, D) of any strides -> a (N, F) and, when `save`, h (N, 2F | F), both in row order.
+
+    `scale` (T·K,): what multiplies the product before the bias (weights on the input). Rows without a slot hold
+    anything.
+    """
+    N, width, D, F = slot_of_row.numel(), w_in.shape[1], x.shape[1], d_expert
+    a = x.new_empty((N, F))
+    h = x.new_empty((N, width)) if save else None
+    launch(_up, (tiles.capacity * cdiv(F, config.block_n),), num_warps=config.num_warps, num_stages=config.num_stages,
+           x=x, w=w_in, bias=b_in, h=h, a=a, weights=scale, slot_of_row=slot_of_row, offsets=offsets, tiles=tiles.tiles,
+           capacity=tiles.capacity, D=D, F=F, stride_xt=x.stride(0), stride_xd=x.stride(1), stride_we=w_in.stride(0),
+           stride_wn=w_in.stride(1), stride_wk=w_in.stride(2), stride_be=0 if b_in is None else b_in.stride(0),
+           stride_bn=0 if b_in is None else b_in.stride(1), TOP_K=top_k, GATED=width != F, INTERLEAVED=interleaved,
+           SCALE=scale is not None, PIECES=config.pieces, ACT=activation, **blocks(config, F, D), PRECISION=precision)
+    return a, h
+
+
+def rows_matmul(a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Schedule, config: TileConfig, *,
+                precision: str) -> Tensor:
+    """a (N, I) contiguous, w (E, O, I) of any strides, bias (E, O) -> (N, O): each row times its expert's matrix."""
+    N, inner = a.shape
+    width = w.shape[1]
+    out = a.new_empty((N, width))
+    launch(_rows, (tiles.capacity * cdiv(width, config.block_n),), num_warps=config.num_warps,
+           num_stages=config.num_stages, a=a, w=w, bias=bias, out=out, offsets=offsets, tiles=tiles.tiles,
+           capacity=tiles.capacity, WIDTH=width, INNER=inner, stride_we=w.stride(0), stride_wn=w.stride(1),
+           stride_wk=w.stride(2), stride_be=0 if bias is None else bias.stride(0),
+           stride_bn=0 if bias is None else bias.stride(1), **blocks(config, width, inner), PRECISION=precision)
+    return out
+
+
+def combine(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """rows (N, D), row_of_slot (N,), weights (N,) or None for ones -> (T, D): each token's rows, summed."""
+    D, T = rows.shape[1], num_tokens
+    out = torch.empty((T, D), dtype=dtype, device=rows.device)
+    block = min(2048, triton.next_power_of_2(D))
+    launch(_combine, (T, cdiv(D, block)), num_warps=4 if block > 512 else 1, rows=rows, row_of_slot=row_of_slot,
+           weights=weights, out=out, D=D, K=row_of_slot.numel() // max(1, T), WEIGHTED=weights is not None, BLOCK=block)
+    return out
