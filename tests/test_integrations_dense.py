@@ -31,6 +31,8 @@ MODELS = {
     "clip": lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**DECODER)),  # quick GELU
     "dpt": lambda: hf.DPTModel(hf.DPTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=16,
                                             patch_size=4, is_hybrid=False)),  # intermediate + output with the residual
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(  # adds the residual itself
+        hidden_size=32, n_layer=2, n_head=4, vocab_size=64)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(
         d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, vocab_size=64, feed_forward_proj="gated-gelu")),
 }
@@ -66,11 +68,11 @@ def test_same_outputs_and_parameter_gradients(name):
     assert list(model.state_dict()) == keys and all(p is before[n] for n, p in model.named_parameters())
     y, grads = run(model, inputs(name))
     want, own_grads = run(own, inputs(name))
-    assert (y - want).norm() <= 1e-12 * want.norm()
+    assert (y - want).norm() <= (1e-10 if name == "bloom" else 1e-12) * want.norm()  # Bloom rounds sqrt(2/pi)
     whole = torch.stack([g.norm() for g in own_grads.values()]).norm()
     assert grads.keys() == own_grads.keys()
     for key, grad in own_grads.items():  # key biases of attention have gradients of rounding size only
-        assert (grads[key] - grad).norm() <= 1e-11 * grad.norm() + 1e-14 * whole, key
+        assert (grads[key] - grad).norm() <= (1e-9 if name == "bloom" else 1e-11) * grad.norm() + 1e-14 * whole, key
 
 
 def test_the_replaced_ffn_saves_only_its_input_and_pre_activations():
@@ -217,8 +219,25 @@ class TwoArguments(Residual):
         return self.fc2(torch.relu(self.fc1(x))) * scale
 
 
+class Optional(Residual):
+    def forward(self, x, residual, scale=None):
+        y = self.fc2(torch.relu(self.fc1(x))) + residual
+        return y if scale is None else y * scale
+
+
+def test_a_residual_argument_is_added_and_an_optional_one_runs_the_own_forward():
+    block = Optional()
+    own = copy.deepcopy(block)
+    report = replace_ffn(block)
+    assert "scale is given" in report.replaced[0].note
+    x, r = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    for args, kwargs in (((x, r), {}), ((x,), {"residual": r}), ((x, r), {"scale": 3.0}), ((x, r, 2.0), {}),
+                         ((), {"x": x, "residual": r})):
+        torch.testing.assert_close(block(*args, **kwargs), own(*args, **kwargs))
+
+
 @pytest.mark.parametrize(("mlp", "reason"), [
-    (Residual(), "does not compute"), (Normed(), "norm.weight"), (TwoArguments(), "scale"),
+    (Residual(), "does not compute"), (Normed(), "norm.weight"), (TwoArguments(), "does not compute"),
     (Gated(act=torch.tanh), "does not compute")],
     ids=["residual inside", "norm inside", "two arguments", "unknown activation"])
 def test_what_is_not_a_plain_ffn_is_left_with_the_reason(mlp, reason):

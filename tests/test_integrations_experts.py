@@ -278,6 +278,14 @@ def test_experts_in_separate_tensors_run_on_a_named_backend_too(row, backend):
         torch.testing.assert_close(got.grad, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused(dtype):
+    experts = make()
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().to(dtype), requires_grad=False)
+    with pytest.raises(ValueError, match=f"down_proj.*quantised.*{dtype}"):
+        replace_ffn(experts)
+
+
 def test_a_subclass_that_overrides_an_undecorated_forward_is_refused():
     row = next(r for r in hf_blocks.rows() if r.family == "step3p7")
     block = hf_blocks.build(row)

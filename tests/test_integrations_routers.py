@@ -5,6 +5,7 @@ from __future__ import annotations
 import hf_blocks
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from moeffn import route
 from moeffn.integrations.transformers import family_router_config, replace_ffn
@@ -103,6 +104,17 @@ def test_the_mode_follows_the_configuration_not_the_family():
         block = hf_blocks.build(row, norm_topk_prob=flag)
         assert family_router_config(block).renormalize is flag
         assert family_router_config(block.experts.config).renormalize is flag
+
+
+def test_a_truncated_configuration_is_refused_by_name():
+    config = hf_blocks.config(next(r for r in hf_blocks.rows() if r.family == "dbrx"))
+    config.ffn_config = PreTrainedConfig()
+    with pytest.raises(ValueError, match=r"whole configuration of dbrx.*moe_normalize_expert_weights"):
+        family_router_config(config)
+    config = hf_blocks.config(next(r for r in hf_blocks.rows() if r.family == "mixtral"))
+    config.num_experts_per_tok = None
+    with pytest.raises(TypeError, match=r"top_k.*NoneType"):
+        family_router_config(config)
 
 
 def test_what_router_config_cannot_say_is_refused():

@@ -48,8 +48,12 @@ def is_decorated(module: nn.Module) -> bool:
 @torch.compiler.assume_constant_result
 def read_spec(experts: Any) -> ExpertsSpec:
     """The spec of a module with the experts contract. ValueError naming the module's class where its gate computes
-    nothing that `Activation` expresses, or where its gate and its layout flag disagree."""
+    nothing that `Activation` expresses, where its gate and its layout flag disagree, or where weights are quantised."""
     cls = type(experts).__name__
+    for name, weight in experts.named_parameters():
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise checks.bad(f"{cls}.{name}", "a floating dtype of 16 bits or more (quantised weights are not served)",
+                             weight.dtype)
     gated = getattr(experts, "has_gate", True)
     flagged = Layout.CONCAT if getattr(experts, "is_concatenated", True) else Layout.INTERLEAVED
     activation = gates.of_experts(experts, flagged)

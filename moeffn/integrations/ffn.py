@@ -11,7 +11,7 @@ import inspect
 import itertools
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,8 @@ _REASON_MATHS = ("its own code does not compute a two- or three-matrix FFN with 
 class DensePlan:
     """How to run one dense FFN. w_in: names of the linear layers (one, or gate and up); up_first: the fused layer holds
     up before gate; tail: dropout after w_out; inner: dropouts elsewhere, noisy: randomness in training without a
-    module; with either active in training the module's own forward runs."""
+    module; with either active in training the module's own forward runs. residual: the second argument is added.
+    optional: names of further arguments, which when given make the module's own forward run."""
 
     w_in: tuple[str, ...]
     w_out: str
@@ -45,6 +46,8 @@ class DensePlan:
     tail: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     noisy: bool = False
+    residual: bool = False
+    optional: tuple[str, ...] = ()
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -111,11 +114,18 @@ def obstacle(module: nn.Module, found: dict[str, nn.Module]) -> str | None:
     kinds = {layer.weight.dtype for layer in found.values()}
     if len(kinds) > 1 or not next(iter(kinds)).is_floating_point:
         return f"its projections are {', '.join(sorted(str(k) for k in kinds))}"
-    signature = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    others = [p.name for p in signature[1:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if not signature or others:
-        return f"its forward takes other arguments: {', '.join(others) or 'none at all'}"
+    required, _ = arguments(module)
+    if not 1 <= len(required) <= 2:
+        return f"its forward takes other arguments: {', '.join(required[1:]) or 'none at all'}"
     return None
+
+
+def arguments(module: nn.Module) -> tuple[list[str], tuple[str, ...]]:
+    """Names of the arguments that the module's forward requires, and of those that default to None."""
+    given = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    given = [p for p in given if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p.name for i, p in enumerate(given) if i == 0 or p.default is not None]
+    return required, tuple(p.name for p in given if p.name not in required)
 
 
 def _try(module: nn.Module, found: dict[str, nn.Module], w_in: tuple[str, ...], w_out: str, gated: bool,
@@ -132,9 +142,12 @@ def _try(module: nn.Module, found: dict[str, nn.Module], w_in: tuple[str, ...], 
         layers[name] = (w, b)
     scale = torch.tensor([0.2, 1.0, 4.0, 25.0 + 3.0 * max((1.0, *numbers))], dtype=torch.float64)[:, None]
     x = probe.random(2, 4, D, seed=20) * scale
-    got = _own(module, x, tensors, found)
-    if got is None or got.shape != x.shape:
+    required, optional = arguments(module)
+    residual = probe.random(2, 4, D, seed=21) * scale if len(required) == 2 else None
+    out = _own(module, x, tensors, found, residual=residual)
+    if out is None or out.shape != x.shape:
         return None
+    got = out if residual is None else out - residual
     h = [linear(x, *layers[n]) for n in w_in]
     down = layers[w_out]
     for act, layout, up_first in _readings(gated, len(h), numbers):
@@ -144,8 +157,8 @@ def _try(module: nn.Module, found: dict[str, nn.Module], w_in: tuple[str, ...], 
             pre = torch.cat([h[0][..., F:], h[0][..., :F]], -1) if up_first else h[0]
         want = linear(activate(pre, act, layout), *down)
         if gates.close(got, want, want.abs().amax(-1, keepdim=True)):
-            plan = DensePlan(w_in, w_out, act, layout, up_first)
-            return _with_dropout(plan, module, x, tensors, found, got)
+            plan = DensePlan(w_in, w_out, act, layout, up_first, residual=residual is not None, optional=optional)
+            return _with_dropout(plan, module, lambda **how: _own(module, x, tensors, found, residual=residual, **how))
     return None
 
 
@@ -162,7 +175,8 @@ def _readings(gated: bool, parts: int, numbers: tuple[float, ...]) -> Iterator[t
 
 @torch.no_grad()
 def _own(module: nn.Module, x: Tensor, tensors: dict[str, Tensor], found: dict[str, nn.Module], *,
-         factors: dict[str, float] | None = None, training: bool = False) -> Tensor | None:
+         residual: Tensor | None = None, factors: dict[str, float] | None = None, training: bool = False
+         ) -> Tensor | None:
     """The module's own code on a stand-in, dropouts multiplied by `factors` (1 by default); None where it fails."""
 
     def swap_out(name: str, child: nn.Module) -> nn.Module | None:
@@ -173,7 +187,7 @@ def _own(module: nn.Module, x: Tensor, tensors: dict[str, Tensor], found: dict[s
         if isinstance(layer, Conv1D):
             twin.get_submodule(name).nf = tensors[f"{name}.weight"].shape[1]
     try:
-        out = type(module).forward(twin, x.clone())
+        out = type(module).forward(twin, *(t.clone() for t in (x, residual) if t is not None))
     except Exception:
         return None
     return out if isinstance(out, Tensor) else None
@@ -183,16 +197,18 @@ def is_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
-def _with_dropout(plan: DensePlan, module: nn.Module, x: Tensor, tensors: dict[str, Tensor],
-                  found: dict[str, nn.Module], out: Tensor) -> DensePlan:
+def _with_dropout(plan: DensePlan, module: nn.Module, own: Callable[..., Tensor | None]) -> DensePlan:
+    """The plan with the places of the module's dropouts, found by `own`, its code on the stand-in."""
+    out = own()
+    assert out is not None
     tail: list[str] = []
     inner: list[str] = []
     for name in (n for n, m in module.named_modules() if is_dropout(m)):
-        doubled = _own(module, x, tensors, found, factors={name: 2.0})
+        doubled = own(factors={name: 2.0})
         at_end = doubled is not None and torch.equal(doubled, out * 2)
         (tail if at_end else inner).append(name)
     with torch.random.fork_rng(devices=[]):
-        trained = [_own(module, x, tensors, found, training=True) for _ in range(2)]
+        trained = [own(training=True) for _ in range(2)]
     noisy = any(t is None or not torch.equal(t, out) for t in trained)
     return replace(plan, tail=tuple(tail), inner=tuple(inner), noisy=noisy)
 
@@ -200,14 +216,16 @@ def _with_dropout(plan: DensePlan, module: nn.Module, x: Tensor, tensors: dict[s
 @adapter("dense")
 def _dense(self: Any, *args: Tensor, **kwargs: Any) -> Tensor:
     p: DensePlan = self._moeffn.reading
-    x = args[0] if args else next(iter(kwargs.values()))
+    count = 2 if p.residual else 1
+    x, *rest = (*args, *kwargs.values())[:count]
+    extra = [*args[count:], *(kwargs.get(name) for name in p.optional)]
     layers = [self.get_submodule(n) for n in (*p.w_in, p.w_out)]
-    if own_forward_now(self, p, layers):
+    if own_forward_now(self, p, layers) or any(value is not None for value in extra):
         return own_forward(self, *args, **kwargs)
     y = run(x, p, layers[:-1], layers[-1])
     for name in p.tail:
         y = self.get_submodule(name)(y)
-    return y
+    return y + rest[0] if p.residual else y
 
 
 def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:

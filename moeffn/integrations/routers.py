@@ -88,12 +88,15 @@ def family_router_config(source: Any) -> RouterConfig:
     if not row.routing:
         raise checks.bad("source", "a family whose routing RouterConfig expresses",
                          f"{row.family} ({row.router or 'no router'})")
-    options = _RECIPES[row.routing](config)
-    if row.scale:
-        options = {**options, "scale": float(_attribute(config, row.scale))}
+    try:
+        options = _RECIPES[row.routing](config)
+        if row.scale:
+            options = {**options, "scale": float(_attribute(config, row.scale))}
+        E, K = (int(a) if a.isdigit() else _attribute(config, a) for a in (row.num_experts, row.top_k))
+    except AttributeError as error:
+        raise checks.bad("source", f"a whole configuration of {row.family}", f"one where {error}") from error
     if row.renorm_eps and options.get("renormalize"):
         options = {**options, "renorm_eps": float(row.renorm_eps)}
-    E, K = (int(a) if a.isdigit() else _attribute(config, a) for a in (row.num_experts, row.top_k))
     if isinstance(E, list) or isinstance(K, list):  # hunyuan_v1_moe may give one number per layer
         raise checks.bad("source", "a configuration with one num_experts and top_k for all layers", f"{E}, {K}")
     return RouterConfig(num_experts=E, top_k=K, **options)

@@ -126,7 +126,8 @@ def replace_ffn(model: nn.Module, *, backend: str = "auto", moe: bool = True, de
     """Makes the FFNs of `model` run on moeffn, in place: MoE blocks (`moe`) and dense FFNs (`dense`).
 
     `model` is a transformers model, one of its blocks, or any module with FFNs inside. Parameters, state dict keys,
-    routers, return values and `save_pretrained` files stay what they were. Everything is planned and checked before
+    routers, return values and `save_pretrained` files stay what they were; `experts_implementation` no longer matters
+    to what was replaced. Everything is planned and checked before
     anything changes: after an error the model is untouched. Dense FFNs run on plain torch whatever the backend.
 
     Raises ValueError when there is nothing to replace, when a MoE block is of an unsupported family or computes what
@@ -243,7 +244,7 @@ class _Planner:
                 self.leave(name, module, found)
             return False
         entry = Replaced(name, "dense", type(module).__name__, families.family_of(module), found.activation,
-                         note=_dropout_note(found))
+                         note=_note(found))
         self.steps.append(_Step(module, SwapState("dense", self.backend, found), entry))
         return True
 
@@ -252,7 +253,7 @@ class _Planner:
         if isinstance(found, str):
             self.leave(f"{name}.intermediate".lstrip("."), parent.intermediate, found)
             return ()
-        note = "intermediate hands its input on; output.dense runs the FFN. " + _dropout_note(found.plan)
+        note = "intermediate hands its input on; output.dense runs the FFN. " + _note(found.plan)
         entry = Replaced(f"{name}.intermediate".lstrip("."), "dense", type(parent.intermediate).__name__,
                          families.family_of(parent), found.plan.activation, note=note.strip())
         self.steps.append(_Step(parent.intermediate, SwapState("pair_in", self.backend, found), entry))
@@ -260,8 +261,13 @@ class _Planner:
         return ("intermediate", "output")
 
 
-def _dropout_note(plan: ffn.DensePlan) -> str:
-    return "in training with dropout between the projections, its own forward runs" if plan.inner or plan.noisy else ""
+def _note(plan: ffn.DensePlan) -> str:
+    notes = []
+    if plan.inner or plan.noisy:
+        notes.append("in training with dropout between the projections, its own forward runs")
+    if plan.optional:
+        notes.append(f"its own forward runs when {' or '.join(plan.optional)} is given")
+    return "; ".join(notes)
 
 
 def _moe_obstacle(module: nn.Module, row: families.Family | None) -> str | None:
