@@ -3,11 +3,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <vector>
 
 #include "backward_bindings.h"
 #include "cpu.h"
 #include "forward.h"
+#include "kernels.h"
 #include "plan.h"
 #include "problem.h"
 #include "route.h"
@@ -137,6 +141,44 @@ void run_route(Address logits, int64_t T, int64_t E, int64_t K, int score, bool 
   route(r, ptr<const float>(logits), T, ptr<int32_t>(experts), ptr<float>(weights));
 }
 
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// FLOP/s of multiply-adds in registers on all threads, best of a few runs.
+double peak_flops(bool pairs) {
+  const Probe* p = pick_probe(chosen_isa());
+  nb::gil_scoped_release release;
+  double best = 0;
+  for (int run = 0; run < 5; ++run) {
+    std::atomic<int64_t> flops{0};
+    const double start = seconds();
+    parallel(max_threads(), [&](int thread, int) {
+      float sink = 0;
+      flops += static_cast<int64_t>((pairs ? p->pair_macs : p->float_macs)(1 << 20, static_cast<float>(thread + run), &sink));
+    });
+    best = std::max(best, static_cast<double>(flops) / (seconds() - start));
+  }
+  return best;
+}
+
+// Bytes per second of a plain read of [address, address + bytes) on all threads, best of `runs`.
+double read_bandwidth(Address address, int64_t bytes, int runs) {
+  const Probe* p = pick_probe(chosen_isa());
+  nb::gil_scoped_release release;
+  double best = 0;
+  std::atomic<int> sink{0};
+  for (int run = 0; run < runs; ++run) {
+    const double start = seconds();
+    parallel(max_threads(), [&](int thread, int threads) {
+      const int64_t share = bytes / threads;
+      if (p->read(ptr<const char>(address) + thread * share, share) == 1.0f) ++sink;
+    });
+    best = std::max(best, static_cast<double>(bytes) / (seconds() - start));
+  }
+  return best;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -155,6 +197,8 @@ NB_MODULE(_native, m) {
         nb::arg(), nb::arg(), nb::arg("shared").none() = nb::none(), nb::arg("shared_gate") = 0);
   m.def("plan", &run_plan);
   m.def("route", &run_route);
+  m.def("peak_flops", &peak_flops, nb::arg("pairs"));
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("address"), nb::arg("bytes"), nb::arg("runs") = 3);
   m.def("threads", &max_threads);
   m.def("scratch_held", &scratch_held);
   m.def("scratch_release", &scratch_release);

@@ -10,12 +10,38 @@
 
 #include "ffn.h"
 
+#include "amx.h"
+#include "probe.h"
+
 namespace moeffn {
+namespace amx {
+
+// Multiply-adds of four independent tiles.
+static double spin_tiles(int64_t rounds, float, float* sink) {
+  const UseTiles tiles;
+  for (int64_t r = 0; r < rounds; ++r) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  *sink = 0.0f;
+  return 4.0 * 2.0 * 16 * 16 * 32 * static_cast<double>(rounds);
+}
+
+}  // namespace amx
+
+const Probe* probe_amx() {
+  using namespace amx;
+  static const Probe p = {spin_macs<FloatLane>, spin_tiles, read_streams};
+  return &p;
+}
 
 const Kernels* kernels_amx(DType x, DType w) {
   using namespace amx;
-  if (x == DType::bf16 && w == DType::bf16) return table<PairLane, bf16>("avx512_bf16");
-  return float_table(w, "avx512");
+  if (x != DType::bf16 || w != DType::bf16) return float_table(w, "avx512");
+  static const Kernels k = {tile_act_bytes, tile_max_rows, tile_local_bytes, tile_up, tile_down, combine_task, kPanel, "amx"};
+  return &k;
 }
 
 }  // namespace moeffn

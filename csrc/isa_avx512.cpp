@@ -9,9 +9,15 @@
 #include "tiles.h"
 
 #include "ffn.h"
+#include "probe.h"
 
 namespace moeffn {
 
 const Kernels* kernels_avx512(DType, DType w) { return avx512::float_table(w, "avx512"); }
+
+const Probe* probe_avx512() {
+  static const Probe p = {avx512::spin_macs<avx512::FloatLane>, avx512::spin_macs<avx512::FloatLane>, avx512::read_streams};
+  return &p;
+}
 
 }  // namespace moeffn

@@ -9,9 +9,15 @@
 #include "tiles.h"
 
 #include "ffn.h"
+#include "probe.h"
 
 namespace moeffn {
 
 const Kernels* kernels_portable(DType, DType w) { return portable::float_table(w, "portable"); }
+
+const Probe* probe_portable() {
+  static const Probe p = {portable::spin_macs<portable::FloatLane>, portable::spin_macs<portable::FloatLane>, portable::read_streams};
+  return &p;
+}
 
 }  // namespace moeffn

@@ -63,6 +63,34 @@ struct Kernels {
 };
 
 
+// What the machine can do at most (probe.h): FLOPs of a loop in registers for fp32 and bf16, and a plain read.
+struct Probe {
+  double (*float_macs)(int64_t rounds, float seed, float* sink);
+  double (*pair_macs)(int64_t rounds, float seed, float* sink);
+  float (*read)(const char*, int64_t bytes);
+};
+const Probe* probe_portable();
+#if defined(__x86_64__)
+const Probe* probe_avx2();
+const Probe* probe_avx512();
+const Probe* probe_avx512_bf16();
+const Probe* probe_amx();
+#endif
+
+inline const Probe* pick_probe(Isa isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::amx: return probe_amx();
+    case Isa::avx512_bf16: return probe_avx512_bf16();
+    case Isa::avx512: return probe_avx512();
+    case Isa::avx2: return probe_avx2();
+    default: break;
+  }
+#endif
+  (void)isa;
+  return probe_portable();
+}
+
 // The table for a call, by instruction set and the dtypes of x and the weights.
 const Kernels* kernels_portable(DType x, DType w);
 #if defined(__x86_64__)

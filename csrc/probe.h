@@ -1,0 +1,43 @@
+// What the machine can do at most, for one instruction set: the ceilings that benchmarks divide by. Included after
+// tiles.h, in the same namespace.
+
+namespace moeffn {
+namespace MOEFFN_NS {
+
+// `rounds` steps of independent multiply-adds in registers; returns the FLOPs done. *sink keeps them alive.
+template <class L>
+static double spin_macs(int64_t rounds, float seed, float* sink) {
+#if defined(__AVX2__)
+  constexpr int kChains = 12;
+#else
+  constexpr int kChains = 8;
+#endif
+  vf acc[kChains];
+  vf a = splat(seed), b = splat(seed + 1.0f);
+  for (int i = 0; i < kChains; ++i) acc[i] = splat(static_cast<float>(i));
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) acc[i] = L::mac(a, b, acc[i]);
+  }
+  vf total = splat(0.0f);
+  for (int i = 0; i < kChains; ++i) total += acc[i];
+  *sink = sum(total);
+  return 2.0 * static_cast<double>(rounds) * kChains * W * L::kPerLane;
+}
+
+// Reads [p, p + bytes) in kStreams sequential streams, as the dot form does.
+static float read_streams(const char* p, int64_t bytes) {
+  const int64_t each = bytes / kStreams / 256 * 256;
+  vu acc[kStreams] = {};
+  for (int64_t i = 0; i < each; i += sizeof(vu))
+#pragma GCC unroll 4
+    for (int s = 0; s < kStreams; ++s) {
+      vu v;
+      memcpy(&v, p + s * each + i, sizeof v);
+      acc[s] ^= v;
+    }
+  return sum(as_float((acc[0] ^ acc[1] ^ acc[2] ^ acc[3]) & 0x3fffffffu));
+}
+
+}  // namespace MOEFFN_NS
+}  // namespace moeffn
