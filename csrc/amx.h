@@ -12,6 +12,8 @@ constexpr int64_t kGroup = 16;      // tokens in a tile
 constexpr int64_t kStep = 32;       // elements of a tile along the sum
 constexpr int64_t kTileDotLimit = 4;  // up to so many rows the dot form streams weights as fast
 constexpr int64_t kGroupBytes = kGroup * kStep * 2;
+constexpr int64_t kTileShare = 3 << 18;  // bytes of packed activations that stay in L2 beside the weights
+constexpr int64_t kSumsBytes = 1 << 18;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -49,8 +51,8 @@ struct TileBuffers {
   char* x;        // (groups, round32(D) / 2, 16, 2)
   char* copies;   // 4 x (16, round32(max(D, F))): rows that cannot be read where they lie
   char* tails;    // 4 x (16, 32)
-  float* sums;    // 4 x (16, 16)
-  float* bias;    // 64
+  float* sums;    // (16, 16) tiles
+  float* bias;    // 2 x 64
   float* row;     // as Buffers::row
   bf16* rows;     // (16, row_lanes(D)): rows of x before packing
 };
@@ -67,8 +69,8 @@ MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, int64_t D, int64
   b.x = take(round_to(rows, kGroup) * round_to(D, kStep) * 2);
   b.copies = take(4 * kGroup * widest * 2);
   b.tails = take(4 * kGroupBytes);
-  b.sums = reinterpret_cast<float*>(take(4 * kGroup * kGroup * 4));
-  b.bias = reinterpret_cast<float*>(take(64 * 4));
+  b.sums = reinterpret_cast<float*>(take(kSumsBytes + round_to(rows, 2 * kGroup) * 128));
+  b.bias = reinterpret_cast<float*>(take(128 * 4));
   b.row = reinterpret_cast<float*>(take(round_to(D, W) * 4));
   b.rows = reinterpret_cast<bf16*>(take(kGroup * row_lanes<PairLane>(D) * 4));
   if (used) *used = static_cast<size_t>(at - data);
@@ -104,31 +106,38 @@ MOEFFN_INLINE int64_t tail_stride(const Rows16& r, int64_t elems) {
   return r.tail == r.data + elems / kStep * kStep * 2 ? r.stride : kStep * 2;
 }
 
-// Asks for the weights that come next, a few lines at a time, while the tiles multiply.
+// Asks L2 for rows of the weights that come next, while the tiles multiply: rows [from, from + rows) of the 32 that lie
+// `distance` bytes behind the present ones.
 struct Ahead {
-  const char* next[4] = {nullptr, nullptr, nullptr, nullptr};  // as Rows16::data, of the coming rows
-  int64_t stride = 0;
-  int rows = 0;  // of 16, asked for at each step, from row `from`
-  int from = 0;
+  int64_t distance = 0;
+  int from = 0, rows = 0;
 };
 
-template <int N>
-MOEFFN_INLINE void ask(const Ahead& a, int64_t k) {
-#pragma GCC unroll 4
-  for (int i = 0; i < N; ++i)
-    for (int r = a.from; r < a.from + a.rows; ++r) _mm_prefetch(a.next[i] + r * a.stride + k * kStep * 2, _MM_HINT_T1);
+MOEFFN_INLINE void ask(const Rows16* a, const Ahead& ahead, int64_t k) {
+  for (int r = ahead.from; r < ahead.from + ahead.rows; ++r) {
+    const Rows16& half = a[r / kGroup];
+    _mm_prefetch(half.data + (r % kGroup) * half.stride + ahead.distance + k * 64, _MM_HINT_T1);
+  }
 }
 
-// sums[2 i + j] = A_i · B_j, for two groups of 16 rows and two groups of 16 tokens.
-static void tiles_2x2(const Rows16* a, const char* b0, const char* b1, int64_t elems, float* sums, const Ahead* ahead) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  const int64_t steps = elems / kStep;
+// sums[2 i + j] (+)= A_i · B_j over steps [k0, k1), for two groups of 16 rows and two groups of 16 tokens.
+static void tiles_2x2(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
+                      const Ahead& ahead) {
+  if (k0 == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    _tile_loadd(2, sums + 512, 64);
+    _tile_loadd(3, sums + 768, 64);
+  }
+  const int64_t full = least(k1, elems / kStep);
   const char *p0 = a[0].data, *p1 = a[1].data;
   const int64_t s0 = a[0].stride, s1 = a[1].stride;
-  for (int64_t k = 0; k < steps; ++k) {
+  for (int64_t k = k0; k < full; ++k) {
     _tile_loadd(4, p0 + k * 64, s0);
     _tile_loadd(6, b0 + k * kGroupBytes, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -137,13 +146,13 @@ static void tiles_2x2(const Rows16* a, const char* b0, const char* b1, int64_t e
     _tile_loadd(5, p1 + k * 64, s1);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-    if (ahead) ask<2>(*ahead, k);
+    if (ahead.rows) ask(a, ahead, k);
   }
-  if (steps * kStep < elems) {
+  if (full < k1) {
     _tile_loadd(4, a[0].tail, tail_stride(a[0], elems));
     _tile_loadd(5, a[1].tail, tail_stride(a[1], elems));
-    _tile_loadd(6, b0 + steps * kGroupBytes, 64);
-    _tile_loadd(7, b1 + steps * kGroupBytes, 64);
+    _tile_loadd(6, b0 + full * kGroupBytes, 64);
+    _tile_loadd(7, b1 + full * kGroupBytes, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
@@ -156,7 +165,7 @@ static void tiles_2x2(const Rows16* a, const char* b0, const char* b1, int64_t e
 }
 
 // sums[i] = A_i · B, for four groups of 16 rows and one group of tokens.
-static void tiles_4x1(const Rows16* a, const char* b, int64_t elems, float* sums, const Ahead* ahead) {
+static void tiles_4x1(const Rows16* a, const char* b, int64_t elems, float* sums) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -172,7 +181,6 @@ static void tiles_4x1(const Rows16* a, const char* b, int64_t elems, float* sums
     _tile_dpbf16ps(2, 7, 4);
     _tile_loadd(5, a[3].data + k * 64, a[3].stride);
     _tile_dpbf16ps(3, 5, 4);
-    if (ahead) ask<4>(*ahead, k);
   }
   if (steps * kStep < elems) {
     _tile_loadd(4, b + steps * kGroupBytes, 64);
@@ -189,6 +197,38 @@ static void tiles_4x1(const Rows16* a, const char* b, int64_t elems, float* sums
   _tile_stored(1, sums + 256, 64);
   _tile_stored(2, sums + 512, 64);
   _tile_stored(3, sums + 768, 64);
+}
+
+// Products of `panels` panels of 32 weight rows with all groups of tokens. get(p, a) gives panel p's rows, which start
+// `advance` rows behind those of p - 1; finish(p, g, sums) takes the tiles of groups g and g + 1.
+template <class Get, class Finish>
+static void tile_product(int64_t panels, int64_t groups, int64_t elems, const char* b, int64_t advance, float* sums,
+                         const Get& get, const Finish& finish) {
+  const int64_t steps = round_to(elems, kStep) / kStep, group = steps * kGroupBytes, pairs = (groups + 1) / 2;
+  // The part of B in use stays in L2, at the price of sums that are stored and loaded again.
+  const int64_t blocks = (groups * group + kTileShare - 1) / kTileShare;
+  const int64_t per_block = (steps + blocks - 1) / blocks;
+  const int64_t together = blocks == 1 ? 1 : kSumsBytes / (pairs * 4096) > 1 ? kSumsBytes / (pairs * 4096) : 1;
+  for (int64_t first = 0; first < panels; first += together)
+    for (int64_t k0 = 0; k0 < steps; k0 += per_block) {
+      const int64_t k1 = least(steps, k0 + per_block);
+      for (int64_t p = first; p < least(panels, first + together); ++p) {
+        Rows16 a[2];
+        get(p, a);
+        for (int64_t j = 0; j < pairs; ++j) {
+          Ahead ahead;
+          if (pairs > 1 && p + 1 < panels) {
+            ahead.distance = advance * a[0].stride;
+            ahead.from = static_cast<int>(32 * j / pairs);
+            ahead.rows = static_cast<int>(32 * (j + 1) / pairs) - ahead.from;
+          }
+          float* s = sums + ((p - first) * pairs + j) * 1024 * (blocks > 1);
+          const char* b0 = b + 2 * j * group;
+          tiles_2x2(a, b0, 2 * j + 1 < groups ? b0 + group : b0, elems, k0, k1, s, ahead);
+          if (k1 == steps) finish(p, 2 * j, s);
+        }
+      }
+    }
 }
 
 // Packs 16 rows (stride in elements; nullptr: zeros) of `elems` elements to B order.
@@ -258,6 +298,13 @@ static void save_h(const Part& p, const Block& block, int64_t m0, int64_t f, int
     }
 }
 
+static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n, const TileBuffers& buf) {
+  const Experts& w = *p.w;
+  if (!w.b_in.data && !p.h) return;  // nobody reads them
+  fetch_bias(w.b_in, block.expert, f * w.gate_step(), w.gate_step(), n, buf.bias);
+  if (w.act.gated) fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, buf.bias + 64);
+}
+
 // One tile of gate sums and one of up sums (hidden units f.., tokens m0..) -> h, and act in B order.
 static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f, int64_t n, float* gate, float* up,
                         const float* bias_g, const float* bias_u) {
@@ -283,6 +330,29 @@ static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f
   if (f + kGroup >= w.F && f / kGroup % 2 == 0) memset(to + kGroup * kGroup * 2, 0, kGroup * kGroup * 2);
 }
 
+// Four tiles of weights share the only group of tokens.
+static void tile_up_narrow(const Part& p, const Block& block, int64_t f0, int64_t f1, const TileBuffers& buf) {
+  const Experts& w = *p.w;
+  const int64_t step = w.gate_step(), span = (w.act.gated ? 2 : 4) * kGroup;
+  for (int64_t f = f0; f < f1; f += span) {
+    Rows16 a[4];
+    int64_t count[4], unit[4];
+    for (int i = 0; i < 4; ++i) {
+      unit[i] = f + (w.act.gated ? i / 2 : i) * kGroup;
+      const int64_t left = f1 - unit[i];
+      count[i] = left < 0 ? 0 : least(kGroup, left);
+      const int64_t row = (count[i] ? unit[i] : f) * step + (w.act.gated && i % 2 ? w.up_shift() : 0);
+      a[i] = rows16(w.w_in, block.expert, row, step, count[i], w.D, i, buf);
+    }
+    fetch_biases(p, block, f, least(span, f1 - f), buf);
+    tiles_4x1(a, buf.x, w.D, buf.sums);
+    for (int i = 0; i < 4; i += w.act.gated ? 2 : 1)
+      if (count[i])
+        finish_tile(p, block, 0, unit[i], count[i], buf.sums + i * 256, buf.sums + (i + w.act.gated) * 256,
+                    buf.bias + (unit[i] - f), buf.bias + 64 + (unit[i] - f));
+  }
+}
+
 static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, Local& local) {
   if (block.rows <= kTileDotLimit) return up_task<PairLane, bf16>(p, block, f0, f1, local);
   const Experts& w = *p.w;
@@ -292,44 +362,28 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
     local.tile_of = &block;
   }
   const UseTiles tiles;
-  const int64_t step = w.gate_step(), D = w.D, group = kGroup * round_to(D, kStep) * 2;
   const int64_t groups = (block.rows + kGroup - 1) / kGroup;
-  // With one group of tokens four tiles of weights share it; else two share two groups.
-  const int per = groups == 1 ? 4 : 2;
-  const int64_t span = (w.act.gated ? per / 2 : per) * kGroup;
-  for (int64_t f = f0; f < f1; f += span) {
-    Rows16 a[4];
-    int64_t first[4], count[4];
-    for (int i = 0; i < per; ++i) {
-      const int64_t unit = f + (w.act.gated ? i / 2 : i) * kGroup;
-      count[i] = least(kGroup, f1 - unit);
-      if (count[i] < 0) count[i] = 0;
-      first[i] = count[i] ? unit : f;
-      a[i] = rows16(w.w_in, block.expert, first[i] * step + (w.act.gated && i % 2 ? w.up_shift() : 0), step, count[i], D,
-                    i, buf);
-    }
-    if (w.b_in.data || p.h) {
-      fetch_bias(w.b_in, block.expert, f * step, step, least(span, f1 - f), buf.bias);
-      if (w.act.gated) fetch_bias(w.b_in, block.expert, f * step + w.up_shift(), step, least(span, f1 - f), buf.bias + 32);
-    }
-    auto finish = [&](int64_t m0, int tile, int64_t unit, int64_t n) {
-      float* gate = buf.sums + tile * 256;
-      const int pitch = per == 4 ? 1 : 2;  // from a gate's tile to its up tile
-      if (n > 0) finish_tile(p, block, m0, unit, n, gate, gate + pitch * 256, buf.bias + (unit - f), buf.bias + 32 + (unit - f));
-    };
-    if (per == 4) {
-      tiles_4x1(a, buf.x, D, buf.sums, nullptr);
-      for (int i = 0; i < 4; i += w.act.gated ? 2 : 1) finish(0, i, f + (w.act.gated ? i / 2 : i) * kGroup, count[i]);
-      continue;
-    }
-    for (int64_t g = 0; g < groups; g += 2) {
-      const char* b0 = buf.x + g * group;
-      tiles_2x2(a, b0, g + 1 < groups ? b0 + group : b0, D, buf.sums, nullptr);
-      for (int64_t j = 0; j < least(2, groups - g); ++j)
-        for (int i = 0; i < 2; i += w.act.gated ? 2 : 1)
-          finish((g + j) * kGroup, 2 * i + static_cast<int>(j), f + i * kGroup, count[i]);
-    }
-  }
+  if (groups == 1) return tile_up_narrow(p, block, f0, f1, buf);
+  const int64_t step = w.gate_step(), span = w.act.gated ? kGroup : 2 * kGroup;
+  int64_t biased = -1;
+  auto get = [&](int64_t panel, Rows16* a) {
+    const int64_t f = f0 + panel * span, left = f1 - f;
+    a[0] = rows16(w.w_in, block.expert, f * step, step, least(kGroup, left), w.D, 0, buf);
+    const int64_t second = left > kGroup ? least(kGroup, left - kGroup) : 0;
+    a[1] = w.act.gated ? rows16(w.w_in, block.expert, f * step + w.up_shift(), step, least(kGroup, left), w.D, 1, buf)
+                       : rows16(w.w_in, block.expert, second ? f + kGroup : f, 1, second, w.D, 1, buf);
+  };
+  auto finish = [&](int64_t panel, int64_t g, float* sums) {
+    const int64_t f = f0 + panel * span;
+    if (biased != panel) fetch_biases(p, block, f, least(span, f1 - f), buf);
+    biased = panel;
+    for (int64_t j = 0; j < least(2, groups - g); ++j)
+      for (int64_t i = 0; i < (w.act.gated ? 1 : 2); ++i)
+        if (f + i * kGroup < f1)
+          finish_tile(p, block, (g + j) * kGroup, f + i * kGroup, least(kGroup, f1 - f - i * kGroup),
+                      sums + (2 * i + j) * 256, sums + (2 + j) * 256, buf.bias + i * kGroup, buf.bias + 64 + i * kGroup);
+  };
+  tile_product((f1 - f0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, get, finish);
 }
 
 // Two tiles (rows d.., tokens m0..) of the down projection -> out.
@@ -354,34 +408,37 @@ static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1,
   const Experts& w = *p.w;
   const TileBuffers buf = carve_tiles(local.data, block.rows, w.D, w.F, nullptr);
   const UseTiles tiles;
-  const int64_t F = w.F, group = kGroup * round_to(F, kStep) * 2;
   const int64_t groups = (block.rows + kGroup - 1) / kGroup;
-  const int per = groups == 1 ? 4 : 2;
-  for (int64_t d = d0; d < d1; d += per * kGroup) {
-    Rows16 a[4];
-    int64_t count[4];
-    for (int i = 0; i < per; ++i) {
-      const int64_t left = least(kGroup, d1 - d - i * kGroup);
-      count[i] = left < 0 ? 0 : left;
-      a[i] = rows16(w.w_out, block.expert, count[i] ? d + i * kGroup : d, 1, count[i], F, i, buf);
+  auto tile = [&](int64_t d, int index) {
+    const int64_t left = d1 - d, count = left < 0 ? 0 : least(kGroup, left);
+    return rows16(w.w_out, block.expert, count ? d : d0, 1, count, w.F, index, buf);
+  };
+  if (groups == 1) {
+    for (int64_t d = d0; d < d1; d += 4 * kGroup) {
+      Rows16 a[4];
+      for (int i = 0; i < 4; ++i) a[i] = tile(d + i * kGroup, i);
+      fetch_bias(w.b_out, block.expert, d, 1, least(4 * kGroup, d1 - d), buf.bias);
+      tiles_4x1(a, block.act, w.F, buf.sums);
+      for (int i = 0; i < 4 && d + i * kGroup < d1; ++i)
+        finish_out(p, block, 0, d + i * kGroup, least(kGroup, d1 - d - i * kGroup), buf.sums + i * 256,
+                   buf.bias + i * kGroup);
     }
-    fetch_bias(w.b_out, block.expert, d, 1, least(per * kGroup, d1 - d), buf.bias);
-    if (per == 4) {
-      tiles_4x1(a, block.act, F, buf.sums, nullptr);
-      for (int i = 0; i < 4; ++i)
-        if (count[i]) finish_out(p, block, 0, d + i * kGroup, count[i], buf.sums + i * 256, buf.bias + i * kGroup);
-      continue;
-    }
-    for (int64_t g = 0; g < groups; g += 2) {
-      const char* b0 = block.act + g * group;
-      tiles_2x2(a, b0, g + 1 < groups ? b0 + group : b0, F, buf.sums, nullptr);
-      for (int64_t j = 0; j < least(2, groups - g); ++j)
-        for (int i = 0; i < 2; ++i)
-          if (count[i])
-            finish_out(p, block, (g + j) * kGroup, d + i * kGroup, count[i], buf.sums + (2 * i + j) * 256,
-                       buf.bias + i * kGroup);
-    }
+    return;
   }
+  int64_t biased = -1;
+  auto get = [&](int64_t panel, Rows16* a) {
+    for (int i = 0; i < 2; ++i) a[i] = tile(d0 + (2 * panel + i) * kGroup, i);
+  };
+  auto finish = [&](int64_t panel, int64_t g, float* sums) {
+    const int64_t d = d0 + 2 * panel * kGroup;
+    if (biased != panel) fetch_bias(w.b_out, block.expert, d, 1, least(2 * kGroup, d1 - d), buf.bias);
+    biased = panel;
+    for (int64_t j = 0; j < least(2, groups - g); ++j)
+      for (int64_t i = 0; i < 2 && d + i * kGroup < d1; ++i)
+        finish_out(p, block, (g + j) * kGroup, d + i * kGroup, least(kGroup, d1 - d - i * kGroup),
+                   sums + (2 * i + j) * 256, buf.bias + i * kGroup);
+  };
+  tile_product((d1 - d0 + 2 * kGroup - 1) / (2 * kGroup), groups, w.F, block.act, 2 * kGroup, buf.sums, get, finish);
 }
 
 static int64_t tile_act_bytes(const Part& p, int64_t rows) {
