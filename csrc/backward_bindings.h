@@ -2,4 +2,56 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
-inline void bind_backward(nanobind::module_&) {}
+#include "backward.h"
+
+namespace moeffn {
+
+// (address, dtype code, add to what is there, already zeroed), or None.
+inline Target target_of(const nanobind::object& o) {
+  Target to;
+  if (o.is_none()) return to;
+  const auto t = nanobind::cast<nanobind::tuple>(o);
+  to.data = reinterpret_cast<void*>(nanobind::cast<uintptr_t>(t[0]));
+  to.dtype = static_cast<DType>(nanobind::cast<int>(t[1]));
+  to.add = nanobind::cast<bool>(t[2]);
+  to.zeroed = nanobind::cast<bool>(t[3]);
+  return to;
+}
+
+// dy and x are (address, row stride) of (T, D) tensors whose elements lie side by side; addresses of what is absent are 0.
+inline const char* run_backward(const Experts& experts, int dtype, int64_t T, int64_t K, const nanobind::tuple& dy,
+                                const nanobind::tuple& x, uintptr_t h, const nanobind::tuple& plan, uintptr_t weights,
+                                bool on_input, uintptr_t dx, uintptr_t dweights, const nanobind::tuple& targets) {
+  auto rows = [&](const nanobind::tuple& t) {
+    Array a;
+    a.data = reinterpret_cast<const void*>(nanobind::cast<uintptr_t>(t[0]));
+    a.dtype = static_cast<DType>(dtype);
+    a.s0 = nanobind::cast<int64_t>(t[1]);
+    a.s1 = 1;
+    return a;
+  };
+  auto indices = [&](int i) { return reinterpret_cast<const int32_t*>(nanobind::cast<uintptr_t>(plan[i])); };
+  Backward call;
+  call.T = T;
+  call.dy = rows(dy);
+  call.x = rows(x);
+  call.h = reinterpret_cast<const void*>(h);
+  call.plan.K = K;
+  call.plan.offsets = indices(0);
+  call.plan.slot_of_row = indices(1);
+  call.plan.row_of_slot = indices(2);
+  call.weights = reinterpret_cast<const float*>(weights);
+  call.apply_to_input = on_input;
+  call.dx = reinterpret_cast<void*>(dx);
+  call.dweights = reinterpret_cast<float*>(dweights);
+  call.w_in = target_of(targets[0]);
+  call.w_out = target_of(targets[1]);
+  call.b_in = target_of(targets[2]);
+  call.b_out = target_of(targets[3]);
+  nanobind::gil_scoped_release release;
+  return backward(experts, call);
+}
+
+}  // namespace moeffn
+
+inline void bind_backward(nanobind::module_& m) { m.def("backward", &moeffn::run_backward); }

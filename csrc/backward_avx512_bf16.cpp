@@ -1,0 +1,31 @@
+#define MOEFFN_NS backward_avx512_bf16_set
+#define MOEFFN_WIDTH 16
+#include <type_traits>
+
+#include "backward_kernels.h"
+#include "vec.h"
+
+#include "act.h"
+#include "tiles.h"
+
+namespace moeffn {
+namespace MOEFFN_NS {
+constexpr int kPanelRows = 12;
+}
+}  // namespace moeffn
+
+#include "backward_act.h"
+#include "backward_pack.h"
+
+#include "backward_products.h"
+
+#include "backward_table.h"
+
+namespace moeffn {
+
+const BackwardKernels* backward_avx512_bf16(DType x, DType w) {
+  if (x == DType::bf16 && w != DType::f16) return backward_avx512_bf16_set::backward_table<backward_avx512_bf16_set::PairWords>("avx512_bf16");
+  return backward_avx512(x, w);
+}
+
+}  // namespace moeffn
