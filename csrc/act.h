@@ -53,7 +53,15 @@ MOEFFN_INLINE vf vnormal_cdf(vf x) {
   p = fma(p, t, splat(0.22915929555892944f));
   p = fma(p, t, splat(0.22545534372329712f));
   const vf tail = 0.5f * vexp(-z * z) * t * p;
-  return select(x < 0.0f, tail, 1.0f - tail);
+  // Near zero the two halves of erfc would each bring a rounding: a polynomial in x² there (2e-9, degree 5 in x²).
+  const vf s = x * x;
+  vf q = splat(-7.323495083255693e-06f);
+  q = fma(q, s, splat(0.00011265689681749791f));
+  q = fma(q, s, splat(-0.0011856068158522248f));
+  q = fma(q, s, splat(0.009973068721592426f));
+  q = fma(q, s, splat(-0.06649032980203629f));
+  q = fma(q, s, splat(0.3989422917366028f));
+  return select(s < 1.21f, fma(q, x, splat(0.5f)), select(x < 0.0f, tail, 1.0f - tail));
 }
 
 // act(g), before any gating.

@@ -95,7 +95,7 @@ class Pass {
  private:
   struct Local {
     const char **rows, **more;
-    float *a, *b, *turned, *da, *sum, *partial_in, *partial_out;
+    float *a, *b, *turned, *da, *sum, *total, *partial_in, *partial_out;
     char *scaled, *copy;
   };
 
@@ -152,6 +152,7 @@ class Pass {
     to.da = from.take<float>(static_cast<size_t>(block_ * chunk_f_));
     to.scaled = from.take<char>(static_cast<size_t>(std::max(block_ * panel, c_.apply_to_input ? block_ * D_ : 0) * elem_));
     to.sum = from.take<float>(static_cast<size_t>(std::max(D_, gated * panel) + 64));
+    to.total = from.take<float>(static_cast<size_t>(std::max(D_, gated * panel) + 64));
     const bool partial = max_rows_ > block_;
     to.partial_out = from.take<float>(partial && c_.w_out.data ? static_cast<size_t>(D_ * round_up(panel, 32)) : 0);
     to.partial_in = from.take<float>(partial && c_.w_in.data ? static_cast<size_t>(gated * panel * round_up(D_, 32)) : 0);
@@ -229,16 +230,26 @@ class Pass {
     if (c_.b_in.data)
       for (int64_t r = 0; r < runs; ++r) {
         const int64_t column = task.begin * step + r * F_;
-        std::fill_n(mine.sum, run, 0.0f);
-        for (int64_t i = 0; i < task.rows; ++i) k_.add_row(dh_at(first + i, column), element(), run, 1.0f, mine.sum);
-        k_.write_row(mine.sum, run, c_.b_in.at(e * H_ + column), c_.b_in.dtype, c_.b_in.add);
+        column_sum(task.rows, run, c_.b_in, e * H_ + column, mine, [&](int64_t i, float* sum) {
+          k_.add_row(dh_at(first + i, column), element(), run, 1.0f, sum);
+        });
       }
-    if (c_.b_out.data && task.begin == 0) {
-      std::fill_n(mine.sum, D_, 0.0f);
-      for (int64_t i = 0; i < task.rows; ++i)
-        k_.add_row(row_at(c_.dy, token_of(first + i)), c_.dy.dtype, D_, scale_of(first + i), mine.sum);
-      k_.write_row(mine.sum, D_, c_.b_out.at(e * D_), c_.b_out.dtype, c_.b_out.add);
+    if (c_.b_out.data && task.begin == 0)
+      column_sum(task.rows, D_, c_.b_out, e * D_, mine, [&](int64_t i, float* sum) {
+        k_.add_row(row_at(c_.dy, token_of(first + i)), c_.dy.dtype, D_, scale_of(first + i), sum);
+      });
+  }
+
+  // Sums of 64 rows, then of those sums: the error of one long sum would grow with its length.
+  template <class Add>
+  void column_sum(int64_t rows, int64_t n, const Target& to, int64_t at, Local& mine, const Add& add) const {
+    std::fill_n(mine.total, n, 0.0f);
+    for (int64_t i = 0; i < rows; i += 64) {
+      std::fill_n(mine.sum, n, 0.0f);
+      for (int64_t j = i; j < std::min(rows, i + 64); ++j) add(j, mine.sum);
+      k_.add_row(reinterpret_cast<const char*>(mine.sum), DType::f32, n, 1.0f, mine.total);
     }
+    k_.write_row(mine.total, n, to.at(at), to.dtype, to.add);
   }
 
   // dH, scaled activations and dots of some rows and the task's hidden units.

@@ -68,35 +68,44 @@ struct TileScope {
   TileScope() {}
 };
 
-constexpr int kGroup = W == 16 ? 2 : 2;  // vectors of columns at a time
+constexpr int kGroup = 2;  // vectors of columns at a time
+// Products of floats are summed over so many words at a time: the error of one long sum grows with its length, and
+// libraries that cut theirs would be several times closer to the truth. Pairs of bf16 bring far larger errors.
+constexpr int64_t kSumWords = 128;
 
 template <class L, int M>
 static void rows_product(const float* a, const float* b, int64_t words, Tile& tile) {
   for (int c0 = 0; c0 < 32; c0 += kGroup * W) {
-    vf acc[M][kGroup];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 2
-      for (int v = 0; v < kGroup; ++v) acc[m][v] = splat(0.0f);
     const float *ak = a, *bk = b + c0;
-    for (int64_t left = words; left > 0; left -= 16, ak += kPanelRows * 16) {
-      const int64_t n = least(left, 16);
-      for (int64_t k = 0; k < n; ++k, bk += 32) {
-        vf w[kGroup];
-#pragma GCC unroll 2
-        for (int v = 0; v < kGroup; ++v) w[v] = load(bk + v * W);
+    for (int64_t left = words, first = 1; left > 0; first = 0) {
+      vf acc[M][kGroup];
 #pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) {
-          const vf x = splat(ak[m * 16 + k]);
+      for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-          for (int v = 0; v < kGroup; ++v) acc[m][v] = L::mac(x, w[v], acc[m][v]);
+        for (int v = 0; v < kGroup; ++v) acc[m][v] = splat(0.0f);
+      const int64_t stop = L::kPer == 1 && left > kSumWords ? left - kSumWords : 0;
+      for (; left > stop; left -= 16, ak += kPanelRows * 16) {
+        const int64_t n = least(left, 16);
+        for (int64_t k = 0; k < n; ++k, bk += 32) {
+          vf w[kGroup];
+#pragma GCC unroll 2
+          for (int v = 0; v < kGroup; ++v) w[v] = load(bk + v * W);
+#pragma GCC unroll 16
+          for (int m = 0; m < M; ++m) {
+            const vf x = splat(ak[m * 16 + k]);
+#pragma GCC unroll 2
+            for (int v = 0; v < kGroup; ++v) acc[m][v] = L::mac(x, w[v], acc[m][v]);
+          }
         }
       }
-    }
 #pragma GCC unroll 16
-    for (int m = 0; m < M; ++m)
+      for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-      for (int v = 0; v < kGroup; ++v) store(&tile.c[m][c0 + v * W], acc[m][v]);
+        for (int v = 0; v < kGroup; ++v) {
+          float* c = &tile.c[m][c0 + v * W];
+          store(c, first ? acc[m][v] : acc[m][v] + load(c));
+        }
+    }
   }
 }
 

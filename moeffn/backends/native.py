@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from ..config import ACTIVATION_KINDS, Activation, Layout
 from ..types import ExpertWeights, Plan
+from . import native_backward
 from .base import Grads, Needs
-from .torch import TorchBackend
 
 _native: ModuleType | None
 try:
@@ -47,6 +48,11 @@ def _describe(ew: ExpertWeights):
 
 def _float_weights(weights: Tensor) -> Tensor:
     return weights if weights.dtype == torch.float32 and weights.is_contiguous() else weights.float().contiguous()
+
+
+def _with_plain_biases(ew: ExpertWeights) -> ExpertWeights:
+    b_in, b_out = (b if b is None or b.is_contiguous() else b.contiguous() for b in (ew.b_in, ew.b_out))
+    return dataclasses.replace(ew, b_in=b_in, b_out=b_out)
 
 
 class NativeBackend:
@@ -95,4 +101,7 @@ class NativeBackend:
 
     def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
                  apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
-        return TorchBackend().backward(dy, x, h, plan, weights, experts, apply_to=apply_to, needs=needs, into=into)
+        weights, ew = _float_weights(weights), _with_plain_biases(experts)
+        grads, self.last_kernel = native_backward.run(module(), _describe(ew), dy, x, h, plan, weights, ew,
+                                                      apply_to=apply_to, needs=needs, into=into)
+        return grads
