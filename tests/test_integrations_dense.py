@@ -331,3 +331,28 @@ def test_shared_modules_are_replaced_once():
     model = nn.ModuleList([mlp, mlp])
     assert len(replace_ffn(model).replaced) == 1
     assert isinstance(ffn.linears(mlp)["0"], nn.Linear)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+def test_dtypes_follow_those_of_the_module_itself(name, dtype, autocast):
+    model = MODELS[name]().to(dtype).eval()
+    layer = {"llama": "model.layers.0.mlp", "gpt2": "transformer.h.0.mlp", "bert": "bert.encoder.layer.0"}[name]
+    block = model.get_submodule(layer)
+    own = copy.deepcopy(block)
+    replace_ffn(block)
+    x = torch.randn(2, 5, 32).to(dtype).requires_grad_()
+    results = []
+    for module in (own, block):
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            y = module.output(module.intermediate(x), x) if name == "bert" else module(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad, [p.grad for p in module.parameters() if p.grad is not None]))
+        x.grad = None
+    assert results[0][0].dtype == results[1][0].dtype and results[0][1].dtype == results[1][1].dtype
+    bound = 1e-5 if dtype == torch.float32 and autocast is None else 0.03
+    assert (results[1][0] - results[0][0]).norm() <= bound * results[0][0].norm()
+    assert (results[1][1] - results[0][1]).norm() <= bound * results[0][1].norm()
+    for got, want in zip(results[1][2], results[0][2], strict=True):
+        assert got.dtype == want.dtype and (got - want).norm() <= bound * want.norm()

@@ -201,3 +201,20 @@ def test_routers_and_experts_keep_their_classes_and_parameters():
     assert all(p is before[n] for n, p in model.named_parameters())
     assert all(isinstance(m, classes[n]) for n, m in model.named_modules())
     assert sum(isinstance(m, code.Qwen3MoeTopKRouter) for m in model.modules()) == 2
+
+
+@pytest.mark.parametrize("how", ["register", "replace"])
+def test_a_block_compiles_to_one_graph_without_having_run_before(how):
+    model = model_of("qwen3_moe")
+    own = copy.deepcopy(model.model.layers[0].mlp)
+    if how == "register":
+        model.set_experts_implementation("moeffn")
+        own.experts.config = copy.deepcopy(own.experts.config)
+        own.experts.config._experts_implementation = "eager"
+    else:
+        replace_ffn(model)
+    block = model.model.layers[0].mlp
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(compiled(x), own(x), rtol=1e-5, atol=1e-5)
