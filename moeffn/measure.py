@@ -1,0 +1,141 @@
+"""What `moeffn bench` and `moeffn demo` measure with: repeated timing, ceilings of this machine, synthetic weights."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .config import MoEConfig
+from .functional import moe_ffn
+from .types import ExpertWeights, Routing
+
+
+def median_seconds(call: Callable[[int], object], device: torch.device, *, at_least: float = 0.4, calls: int = 5,
+                   warmup: int = 2) -> float:
+    """Median seconds of call(i), over `calls` calls or as many as fill `at_least` seconds, after `warmup` calls."""
+    for i in range(warmup):
+        call(i)
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < calls or time.perf_counter() - begin < at_least:
+        synchronize(device)
+        start = time.perf_counter()
+        call(len(samples))
+        synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of several square torch.mm of this dtype."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+    return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), device)
+
+
+def read_ceiling(device: torch.device) -> float:
+    """Bytes/s of the best of several reads of one buffer larger than any cache (a maximum over int32)."""
+    count = (1 << 30) // 4 if device.type == "cuda" else (1 << 29) // 4
+    buffer = torch.ones(count, dtype=torch.int32, device=device)
+    return 4 * count / _best(buffer.max, device)
+
+
+def _best(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def fill_normal_(tensors: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Fill with normal values of unit fan-in variance: from one random pool read at shifting places, which takes the
+    time of a copy where billions of draws would take minutes. The pool's length divides no usual size, so no two experts
+    are equal."""
+    for t in tensors:
+        pool = torch.randn(16_777_259, generator=generator) * t.shape[-1] ** -0.5
+        pool = pool.to(t.dtype).to(t.device)
+        flat, done = t.view(-1), 0
+        while done < flat.numel():
+            n = min(pool.numel(), flat.numel() - done)
+            flat[done : done + n] = pool[:n]
+            done += n
+
+
+def weight_counts(config: MoEConfig) -> tuple[int, int]:
+    """Total and active weights of a block: router, routed experts, shared expert, biases."""
+    c = config
+    rows = c.activation.width_in(c.d_expert)
+    expert = rows * c.d_model + c.d_model * c.d_expert + (rows + c.d_model if c.bias else 0)
+    shared = 0
+    if c.d_shared:
+        rows = c.activation.width_in(c.d_shared)
+        shared = rows * c.d_model + c.d_model * c.d_shared + (rows + c.d_model if c.bias else 0)
+        shared += c.d_model if c.shared_gate else 0
+    router = c.route.num_logits * (c.d_model + (1 if c.router_bias else 0))
+    return router + shared + c.num_experts * expert, router + shared + c.top_k * expert
+
+
+def block_flops(config: MoEConfig, tokens: int, slots: int) -> int:
+    """Multiply-adds times two of one forward: router, routed experts for `slots` slots, shared expert."""
+    c = config
+    routed = 2 * slots * c.d_model * (c.activation.width_in(c.d_expert) + c.d_expert)
+    shared = 2 * tokens * c.d_model * (c.activation.width_in(c.d_shared) + c.d_shared) if c.d_shared else 0
+    return routed + shared + 2 * tokens * c.d_model * c.route.num_logits
+
+
+def sample_errors(weights: ExpertWeights, x: Tensor, experts: Tensor, backend: str, train: bool) -> dict[str, float]:
+    """Run moe_ffn on all of x (T, D), and compare a sample of tokens with float64 and with plain torch in x's dtype.
+
+    -> output_error, output_budget, and with `train` gradient_error, gradient_budget (the gradient of x): relative
+    Frobenius errors; a budget is twice the error of plain torch. The sample is 1 to 8 tokens, fewer for larger experts.
+    """
+    per_slot = weights.w_in[0].numel() + weights.w_out[0].numel()
+    size = max(1, min(8, x.shape[0], 1_000_000_000 // (per_slot * experts.shape[1])))
+    sample = torch.linspace(0, x.shape[0] - 1, size, device=x.device).round().long().unique()
+    given = torch.rand(experts.shape, generator=torch.Generator().manual_seed(0)).to(x.device) + 0.1
+    given = given / given.sum(1, keepdim=True)
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.device, x.dtype)
+
+    def outcome(function: Callable[..., Tensor], rows: Tensor | slice, dtype: torch.dtype, **options: str) -> list[Tensor]:
+        xs = x[rows].to(dtype).detach().requires_grad_(train)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        y = function(xs, Routing(experts[rows], given[rows].to(wide)), weights, **options)
+        if not train:
+            return [y.detach()]
+        (dx,) = torch.autograd.grad(y, xs, dy[rows].to(dtype))
+        return [y.detach(), dx]
+
+    frozen = [t.requires_grad for _, t in weights.named_tensors()]
+    for _, t in weights.named_tensors():
+        t.requires_grad_(False)
+    truth = outcome(reference.moe_ffn, sample, torch.float64)
+    plain = outcome(reference.moe_ffn, sample, x.dtype)
+    ours = [t[sample] for t in outcome(moe_ffn, slice(None), x.dtype, backend=backend)]
+    for (_, t), needed in zip(weights.named_tensors(), frozen, strict=True):
+        t.requires_grad_(needed)
+    found = {}
+    for name, t, p, o in zip(("output", "gradient"), truth, plain, ours, strict=False):
+        found[f"{name}_error"] = relative_error(o, t)
+        found[f"{name}_budget"] = max(2 * relative_error(p, t), 4 * torch.finfo(x.dtype).eps)
+    return found
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """‖value − truth‖ / ‖truth‖ in float64; infinite for a value that is not finite."""
+    error = ((value.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-300)).item()
+    return error if error == error else float("inf")
