@@ -17,6 +17,7 @@ _HOMES = {
     "layer": ("Router", "Experts", "MoEFFN", "DenseFFN"),
     "permute": ("plan", "permute", "unpermute"),
     "backends": ("Grads", "resolve"),
+    "upcycling": ("upcycle", "UpcycleReport"),
 }
 _MODULES = ("accounting", "backends", "reference", "testing")
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .layer import MoEFFN
-from .upcycle import UpcycleReport, upcycle
+from .upcycling import UpcycleReport, upcycle
 
 LENGTH = 64  # tokens a passage: every passage is cut to it, so no batch holds padding
 TEMPERATURE = 0.05

@@ -1,7 +1,8 @@
 """One MoE block of a published model as a MoEConfig: from a preset's name or a config.json. Imports no torch.
 
 The sizes and the router of the first sparse layer are read from the model's own config keys; a family that is not in the
-table below is refused by name rather than guessed. A config.json may also hold the fields of MoEConfig themselves.
+table below is refused by name rather than guessed. The stored presets hold sizes and the router's form; a final scale of
+the weights that they leave out is read as 1. A config.json may also hold the fields of MoEConfig themselves.
 """
 
 from __future__ import annotations
