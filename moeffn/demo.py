@@ -139,7 +139,7 @@ def run_demo(config: DemoConfig, say: Callable[[str], object] = lambda text: Non
     _speed(result, "untouched", model, probe)
 
     say("replacing the FFNs")
-    result.replaced = str(replace_ffn(model))
+    result.replaced = replace_ffn(model).describe()
     _equal(result, "DenseFFN", model, probe, truth)
 
     say(f"upcycling to {config.num_experts} experts, top {config.top_k}")

@@ -9,6 +9,7 @@ makes the slices of a group sum to the dense output.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,8 +83,9 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
     The router is initialised at random (torch's global generator). At the start the outputs differ from the dense ones by
     rounding only; with granularity > 1 a token whose k-th and next group have the same logit to the last bit of float32
     could mix them. With top_k * granularity = 1 the weight is the constant 1: only the auxiliary losses then train the
-    router. Dtype, device and requires_grad follow the dense weights. A transformers model is first given to
-    `moeffn.integrations.transformers.replace_ffn` (extra "hf"), which says what it leaves alone.
+    router. Dtype, device and requires_grad follow the dense weights. In a model, every `DenseFFN` is taken and, where
+    transformers is installed, every dense FFN that `moeffn.integrations.transformers.replace_ffn` would replace or has
+    replaced; dropout behind the FFN stays, dropout inside it is left out.
 
     Raises ValueError/TypeError for impossible numbers, a width that `granularity` does not divide, an FFN with an output
     gate, or a model without a dense FFN; nothing is changed then.
@@ -95,23 +97,25 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
         raise checks.bad("top_k", f"at most num_experts = {num_experts}", top_k)
     if noise < 0:
         raise checks.bad("noise", "at least 0", noise)
-    found = _dense_ffns(model_or_ffn, where)
-    for name, ffn in found.items():
-        _check(name, ffn, granularity)
+    module = model_or_ffn
+    found = _sites(module, where)
+    for site in found:
+        _check(site, granularity)
 
     layers = []
-    module = model_or_ffn
-    before = _size(module)
-    made: dict[DenseFFN, MoEFFN] = {}
-    for name, ffn in found.items():
-        if ffn not in made:  # a module used under two names stays one module
-            moe = made[ffn] = _mixture(ffn, num_experts, top_k, granularity, noise, aux_loss_coef, z_loss_coef)
-            layers.append(UpcycledLayer(name, _size(ffn), _size(moe), active_weights(moe)))
-        if name:
-            module.set_submodule(name, made[ffn])
-        else:
-            module = made[ffn]
-    return UpcycleReport(module, tuple(layers), before - sum(layer.dense for layer in layers))
+    other = _size(module) - sum(site.dense.size for site in found)
+    for site in found:
+        moe = _mixture(site.dense, num_experts, top_k, granularity, noise, aux_loss_coef, z_loss_coef)
+        layers.append(UpcycledLayer(site.names[0], site.dense.size, _size(moe), active_weights(moe)))
+        placed = nn.Sequential(moe, *site.tail).train(site.dense.training) if site.tail else moe
+        for name in site.names:  # a module used under several names stays one module
+            if not name:
+                module = placed
+            else:
+                module.set_submodule(name, placed)
+        for name in site.emptied:
+            module.set_submodule(name, nn.Identity())
+    return UpcycleReport(module, tuple(layers), other)
 
 
 def active_weights(moe: MoEFFN) -> int:
@@ -125,45 +129,76 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _dense_ffns(module: nn.Module, where: Callable[[str], bool] | None) -> dict[str, DenseFFN]:
-    if isinstance(module, DenseFFN):
-        return {"": module}
-    if type(module).__module__.startswith("transformers."):
-        from .integrations.transformers import replace_ffn
+@dataclass(frozen=True)
+class Dense:
+    """A dense FFN's tensors, as in DenseFFN."""
 
-        replace_ffn(module)
-    found = {name: m for name, m in module.named_modules(remove_duplicate=False)
-             if isinstance(m, DenseFFN) and (where is None or where(name))}
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    activation: Activation
+    layout: Layout
+    training: bool
+
+    @property
+    def size(self) -> int:
+        return sum(t.numel() for t in (self.w_in, self.w_out, self.b_in, self.b_out) if t is not None)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a dense FFN sits: the mixture goes to `names`, followed by the modules `tail`; `emptied` become identities."""
+
+    names: tuple[str, ...]
+    dense: Dense
+    tail: tuple[nn.Module, ...] = ()
+    emptied: tuple[str, ...] = ()
+
+
+def _sites(module: nn.Module, where: Callable[[str], bool] | None) -> list[Site]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, m in module.named_modules(remove_duplicate=False):
+        if where is None or where(name):
+            names.setdefault(m, []).append(name)
+    found = [Site(tuple(names[m]), _dense(m)) for m in names if isinstance(m, DenseFFN)]
+    if not isinstance(module, DenseFFN) and importlib.util.find_spec("transformers") is not None:
+        from .integrations.dense_sites import dense_sites
+
+        found += dense_sites(module, names)
     if not found:
-        raise checks.bad("model_or_ffn", "a DenseFFN, or a model that holds one which `where` takes",
+        raise checks.bad("model_or_ffn", "a dense FFN that moeffn knows, or a model that holds one which `where` takes",
                          type(module).__name__)
     return found
 
 
-def _check(name: str, ffn: DenseFFN, granularity: int) -> None:
-    label = name or "model_or_ffn"
-    D, F = ffn.w_out.shape
+def _dense(ffn: DenseFFN) -> Dense:
+    if ffn.gate is not None:
+        raise checks.bad("model_or_ffn", "a DenseFFN without an output gate", "output_gate=True")
+    return Dense(ffn.w_in, ffn.w_out, ffn.b_in, ffn.b_out, ffn.activation, ffn.layout, ffn.training)
+
+
+def _check(site: Site, granularity: int) -> None:
+    D, F = site.dense.w_out.shape
+    label = site.names[0] or "model_or_ffn"
     if F % granularity:
         raise checks.bad("granularity", f"a divisor of the hidden width F = {F} of {label}", granularity)
-    if ffn.gate is not None:
-        raise checks.bad(label, "a DenseFFN without an output gate", "output_gate=True")
-    if ffn.w_in.shape[1] != D:
-        raise checks.bad(label, "an FFN that keeps the width", f"{ffn.w_in.shape[1]} -> {D}")
+    if site.dense.w_in.shape[1] != D:
+        raise checks.bad(label, "an FFN that keeps the width", f"{site.dense.w_in.shape[1]} -> {D}")
 
 
-def _mixture(ffn: DenseFFN, copies: int, top: int, G: int, noise: float, aux: float, z: float) -> MoEFFN:
+def _mixture(ffn: Dense, copies: int, top: int, G: int, noise: float, aux: float, z: float) -> MoEFFN:
     D, F = ffn.w_out.shape
     E, K = copies * G, top * G
-    like = {"device": ffn.w_out.device, "dtype": ffn.w_out.dtype}
     config = MoEConfig(
         d_model=D, d_expert=F // G, num_experts=E, top_k=K, activation=ffn.activation, layout=ffn.layout,
         router=RouterConfig(num_experts=E, top_k=K, renormalize=True, scale=float(G)),
         bias=ffn.b_in is not None or ffn.b_out is not None, aux_loss_coef=aux, z_loss_coef=z)
-    moe = MoEFFN(config, **like)
+    moe = MoEFFN(config, device=ffn.w_out.device, dtype=ffn.w_out.dtype)
     experts = moe.experts
     with torch.no_grad():
         _fill(experts.w_in, slices_of_rows(ffn.w_in, ffn.activation, ffn.layout, G), noise)
-        _fill(experts.w_out, ffn.w_out.view(D, G, F // G).transpose(0, 1), noise)
+        _fill(experts.w_out, ffn.w_out.unflatten(1, (G, F // G)).transpose(0, 1), noise)
         if ffn.b_in is not None and experts.b_in is not None:
             _fill(experts.b_in, slices_of_rows(ffn.b_in, ffn.activation, ffn.layout, G))
         if ffn.b_out is not None and experts.b_out is not None:
@@ -181,13 +216,9 @@ def _mixture(ffn: DenseFFN, copies: int, top: int, G: int, noise: float, aux: fl
 
 def slices_of_rows(rows: Tensor, activation: Activation, layout: Layout, G: int) -> Tensor:
     """Rows of an input projection or its bias, (2F | F, …) -> (G, 2F/G | F/G, …): slice g keeps gate and up together."""
-    if not activation.gated:
-        return rows.view(G, -1, *rows.shape[1:])
-    F = rows.shape[0] // 2
-    if layout is Layout.INTERLEAVED:
-        return rows.view(G, -1, *rows.shape[1:])
-    cut = rows.view(2, G, F // G, *rows.shape[1:]).transpose(0, 1)
-    return cut.reshape(G, 2 * (F // G), *rows.shape[1:])
+    if not activation.gated or layout is Layout.INTERLEAVED:
+        return rows.unflatten(0, (G, -1))
+    return rows.unflatten(0, (2, G, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _fill(parameter: Tensor, slices: Tensor, noise: float = 0.0) -> None:

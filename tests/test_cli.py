@@ -85,7 +85,7 @@ def test_user_errors_are_one_line_with_code_2(args, words, tiny, capsys):
     assert code == 2
     assert out == ""
     assert len(err.strip().splitlines()) == 1, err
-    assert err.startswith("error: ")
+    assert err.strip().startswith("error: ")
     assert words in err
 
 

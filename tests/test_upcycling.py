@@ -153,7 +153,7 @@ def test_training_reaches_router_and_experts():
     ({"top_k": 0}, "top_k: expected at least 1, got 0"),
     ({"granularity": 5}, "granularity: expected a divisor of the hidden width F = 24"),
     ({"noise": -1.0}, "noise: expected at least 0, got -1.0"),
-    ({"model_or_ffn": nn.Linear(3, 3)}, "model_or_ffn: expected a DenseFFN"),
+    ({"model_or_ffn": nn.Linear(3, 3)}, "model_or_ffn: expected a dense FFN that moeffn knows"),
     ({"model_or_ffn": DenseFFN(12, 24, output_gate=True)}, "without an output gate"),
 ])
 def test_bad_arguments_name_themselves_and_change_nothing(change, words):
@@ -162,3 +162,57 @@ def test_bad_arguments_name_themselves_and_change_nothing(change, words):
     with pytest.raises(ValueError, match=words):
         upcycle(**arguments)
     assert isinstance(model.ffn, DenseFFN)
+
+
+TRANSFORMERS = {  # one model of each form of dense FFN: pair with residual, Conv1D with dropout behind, three matrices
+    "BertModel": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+                  "vocab_size": 50, "max_position_embeddings": 32},
+    "GPT2Model": {"n_embd": 16, "n_inner": 24, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32},
+    "LlamaModel": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+                   "num_key_value_heads": 2, "vocab_size": 50},
+}
+
+
+@pytest.mark.parametrize("granularity", [1, 2])
+@pytest.mark.parametrize("replaced_before", [False, True])
+@pytest.mark.parametrize("name", list(TRANSFORMERS))
+def test_transformers_models(name, granularity, replaced_before):
+    transformers = pytest.importorskip("transformers")
+    from moeffn.integrations.transformers import replace_ffn
+
+    torch.manual_seed(0)
+    config = getattr(transformers, name.replace("Model", "Config"))(**TRANSFORMERS[name])
+    model = getattr(transformers, name)(config).eval()
+    ids = torch.randint(0, 50, (3, 7))
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
+        if replaced_before:
+            replace_ffn(model)
+        total = sum(p.numel() for p in model.parameters())
+        report = upcycle(model, 4, 2, granularity=granularity)
+        torch.testing.assert_close(model(ids).last_hidden_state, before, rtol=1e-5, atol=1e-5)
+    assert len(report.layers) == len([m for m in model.modules() if isinstance(m, MoEFFN)]) == 2
+    assert report.total_before == total
+    assert report.total_after == sum(p.numel() for p in model.parameters())
+    model.train()
+    model(ids).last_hidden_state.square().sum().backward()
+    for m in model.modules():
+        if isinstance(m, MoEFFN):
+            assert m.training and m.experts.w_in.grad.abs().sum() > 0
+
+
+def test_dropout_behind_the_ffn_stays():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(**TRANSFORMERS["GPT2Model"], resid_pdrop=1.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = transformers.GPT2Model(config).train()
+    upcycle(model, 4, 2)
+    assert model.h[0].mlp(torch.randn(1, 3, 16)).abs().sum() == 0
+
+
+def test_an_error_leaves_a_transformers_model_alone():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel(transformers.BertConfig(**TRANSFORMERS["BertModel"]))
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="granularity"):
+        upcycle(model, 4, 2, granularity=5)
+    assert [type(m) for m in model.modules()] == classes

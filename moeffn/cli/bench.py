@@ -21,7 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def register(app: typer.Typer) -> None:
     @app.command()
     def bench(
-        preset: str = typer.Argument(help="A preset (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, deepseek-v3, gpt-oss-20b, "
+        preset: str = typer.Argument(metavar="PRESET", help="A preset (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, deepseek-v3, gpt-oss-20b, "
                                           "glm-4.5-air, …) or the path of a config.json."),
         tokens: str = typer.Option("1,64,1024", help="Token counts T, separated by commas."),
         backend: str = typer.Option("auto", help="auto, native, torch, triton or reference."),
