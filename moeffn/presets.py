@@ -1,8 +1,8 @@
 """One MoE block of a published model as a MoEConfig: from a preset's name or a config.json. Imports no torch.
 
-The sizes and the router of the first sparse layer are read from the model's own config keys; a family that is not in the
-table below is refused by name rather than guessed. The stored presets hold sizes and the router's form; a final scale of
-the weights that they leave out is read as 1. A config.json may also hold the fields of MoEConfig themselves.
+The sizes and the router of the first sparse layer are read from the model's own config keys; a family that is not in
+the table below is refused by name rather than guessed. The stored presets hold sizes and the router's form; a final
+scale of the weights that they leave out is read as 1. A config.json may also hold the fields of MoEConfig themselves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_block(source: str) -> tuple[str, MoEConfig]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise checks.bad(str(path), "a JSON object", f"text that ends or breaks at line {error.lineno}: {error.msg}") from None
+        raise checks.bad(str(path), "a JSON object", f"text that breaks at line {error.lineno}: {error.msg}") from None
     if not isinstance(config, dict):
         raise checks.bad(str(path), "a JSON object", type(config).__name__)
     return path.stem if path.stem != "config" else path.resolve().parent.name, block_config(config, where=path.name)
@@ -118,7 +118,8 @@ def _own_fields(config: Mapping[str, Any], where: str) -> MoEConfig:
     for key in config:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise checks.bad(f"{where}: {key}", f"a field of MoEConfig{f' ({near[0]}?)' if near else ''}", "another key")
+            hint = f" ({near[0]}?)" if near else ""
+            raise checks.bad(f"{where}: {key}", f"a field of MoEConfig{hint}", "another key")
     missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in config]
     if missing:
         raise checks.bad(f"{where}: {missing[0]}", "an int", "no such key")
@@ -153,19 +154,20 @@ def _of_selected(keys: _Keys, *, activation: Activation = SWIGLU, layout: Layout
 
 
 def _deepseek_v2(keys: _Keys) -> MoEConfig:
-    E, K, F = keys.integer("n_routed_experts"), keys.integer("num_experts_per_tok"), keys.integer("moe_intermediate_size")
+    E, K, F = (keys.integer(n) for n in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
     limited = keys.config.get("topk_method") == "group_limited_greedy"
     groups = keys.integer("n_group", absent=1) if limited else 1
     return MoEConfig(d_model=keys.integer("hidden_size"), d_expert=F, num_experts=E, top_k=K,
                      d_shared=F * keys.integer("n_shared_experts", absent=0),
-                     router=RouterConfig(num_experts=E, top_k=K, num_groups=groups, group_reduce="max", group_fill="zero",
+                     router=RouterConfig(num_experts=E, top_k=K, num_groups=groups, group_reduce="max",
+                                         group_fill="zero",
                                          topk_groups=keys.integer("topk_group", absent=1) if limited else 1,
                                          scale=keys.number("routed_scaling_factor", 1.0)))
 
 
 def _sigmoid_groups(keys: _Keys) -> MoEConfig:
     """DeepSeek V3 and those that follow it: sigmoid, a selection bias, groups by the sum of their two best."""
-    E, K, F = keys.integer("n_routed_experts"), keys.integer("num_experts_per_tok"), keys.integer("moe_intermediate_size")
+    E, K, F = (keys.integer(n) for n in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
     groups = keys.integer("n_group", absent=1)
     renorm = keys.flag("norm_topk_prob", True)
     router = RouterConfig(num_experts=E, top_k=K, score="sigmoid", num_groups=groups,

@@ -1,10 +1,10 @@
 """upcycle: turn dense FFNs into mixtures that start as the same function.
 
-Granularity 1 ("sparse upcycling", Komatsuzaki et al. 2023): every expert is a copy of the dense FFN and the k weights sum
-to 1, so the mixture returns what the dense FFN returns, whatever the router picks. Finer experts use virtual groups (He et
-al. 2024): the hidden width is cut into `granularity` slices, a group of experts holds one copy of each slice, and the
-experts of a group share their router row, so that whole groups are picked; weights are scaled by the granularity, which
-makes the slices of a group sum to the dense output.
+Granularity 1 ("sparse upcycling", Komatsuzaki et al. 2023): every expert is a copy of the dense FFN and the k weights
+sum to 1, so the mixture returns what the dense FFN returns, whatever the router picks. Finer experts use virtual groups
+(He et al. 2024): the hidden width is cut into `granularity` slices, a group of experts holds one copy of each, and
+the experts of a group share their router row, so that whole groups are picked; weights are scaled by the granularity,
+which makes the slices of a group sum to the dense output.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
     aux_loss_coef, z_loss_coef    as in MoEConfig, used in training
     where          for a model: which module names to take (default all)
 
-    The router is initialised at random (torch's global generator). At the start the outputs differ from the dense ones by
-    rounding only; with granularity > 1 a token whose k-th and next group have the same logit to the last bit of float32
-    could mix them. With top_k * granularity = 1 the weight is the constant 1: only the auxiliary losses then train the
+    The router is initialised at random (torch's global generator). At the start the outputs differ from the dense ones
+    by rounding only; with granularity > 1 a token whose k-th and next group have the same logit to the last bit of
+    float32 could mix them. With top_k * granularity = 1 the weight is the constant 1: only the auxiliary losses then train the
     router. Dtype, device and requires_grad follow the dense weights. In a model, every `DenseFFN` is taken and, where
     transformers is installed, every dense FFN that `moeffn.integrations.transformers.replace_ffn` would replace or has
     replaced; dropout behind the FFN stays, dropout inside it is left out.
 
-    Raises ValueError/TypeError for impossible numbers, a width that `granularity` does not divide, an FFN with an output
-    gate, or a model without a dense FFN; nothing is changed then.
+    Raises ValueError/TypeError for impossible numbers, a width that `granularity` does not divide, an FFN with an
+    output gate, or a model without a dense FFN; nothing is changed then.
     """
     checks.instance("model_or_ffn", model_or_ffn, nn.Module)
     for name, value in (("num_experts", num_experts), ("top_k", top_k), ("granularity", granularity)):
@@ -148,7 +148,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a dense FFN sits: the mixture goes to `names`, followed by the modules `tail`; `emptied` become identities."""
+    """Where a dense FFN sits: the mixture, then the modules `tail`, go to `names`; `emptied` become identities."""
 
     names: tuple[str, ...]
     dense: Dense
@@ -215,7 +215,7 @@ def _mixture(ffn: Dense, copies: int, top: int, G: int, noise: float, aux: float
 
 
 def slices_of_rows(rows: Tensor, activation: Activation, layout: Layout, G: int) -> Tensor:
-    """Rows of an input projection or its bias, (2F | F, …) -> (G, 2F/G | F/G, …): slice g keeps gate and up together."""
+    """Rows of an input projection or its bias, (2F | F, …) -> (G, 2F/G | F/G, …): a slice has its gate and its up."""
     if not activation.gated or layout is Layout.INTERLEAVED:
         return rows.unflatten(0, (G, -1))
     return rows.unflatten(0, (2, G, -1)).transpose(0, 1).flatten(1, 2)

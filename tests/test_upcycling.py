@@ -1,4 +1,4 @@
-"""upcycle: the same function at the start, whatever the form of the FFN; honest counts; errors that name the argument."""
+"""upcycle: the same function at the start, whatever the form of the FFN; honest counts; errors that name the cause."""
 
 from __future__ import annotations
 

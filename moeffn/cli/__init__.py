@@ -20,7 +20,7 @@ import typer
 # name: (module with `register(app)`, the line that `moeffn --help` shows)
 COMMANDS = {
     "doctor": ("moeffn.cli.doctor", "What runs here: backends and why not, versions, CPU features, threads."),
-    "demo": ("moeffn.cli.demo", "Replace, upcycle and train the FFNs of a pretrained text encoder, and show the figures."),
+    "demo": ("moeffn.cli.demo", "Replace, upcycle and train the FFNs of a pretrained text encoder; shows the figures."),
     "bench": ("moeffn.cli.bench", "Speed of one MoE block at the real size of a public model, checked and measured."),
 }
 _READABLE = re.compile(r": expected .+, got ", re.DOTALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,8 +20,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 def register(app: typer.Typer) -> None:
     @app.command()
     def bench(
-        preset: str = typer.Argument(metavar="PRESET", help="A preset (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, deepseek-v3, gpt-oss-20b, "
-                                          "glm-4.5-air, …) or the path of a config.json."),
+        preset: str = typer.Argument(metavar="PRESET", help=(
+            "A preset (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, deepseek-v3, gpt-oss-20b, glm-4.5-air, …) or the path "
+            "of a config.json.")),
         tokens: str = typer.Option("1,64,1024", help="Token counts T, separated by commas."),
         backend: str = typer.Option("auto", help="auto, native, torch, triton or reference."),
         train: bool = typer.Option(False, "--train", help="Measure forward + backward too."),
@@ -69,13 +69,13 @@ def _held(config: MoEConfig, num_experts: int) -> MoEConfig:
     r = config.route
     size = num_experts // r.num_groups
     fits = num_experts % r.num_groups == 0 and size >= 2 and size * r.topk_groups >= r.top_k
-    groups = {} if fits else {"num_groups": 1, "topk_groups": 1}
-    router = dataclasses.replace(r, num_experts=num_experts, **groups)
+    router = dataclasses.replace(r, num_experts=num_experts, num_groups=r.num_groups if fits else 1,
+                                 topk_groups=r.topk_groups if fits else 1)
     return dataclasses.replace(config, num_experts=num_experts, router=router)
 
 
 def needed_bytes(config: MoEConfig, tokens: int, dtype_bytes: int, train: bool) -> int:
-    """Bytes a run needs: weights (twice with gradients), and rows, pre-activations and float32 sums of the largest T."""
+    """Bytes a run needs: weights (twice with gradients), rows, pre-activations and float32 sums of the largest T."""
     from ..measure import weight_counts
 
     total, _ = weight_counts(config)
@@ -92,8 +92,8 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
     import torch
 
     from .. import backends
-    from .doctor import cpu_model, describe_backend
     from ..measure import matmul_ceiling, read_ceiling, weight_counts
+    from .doctor import cpu_model, describe_backend
 
     if device == "cuda" and not torch.cuda.is_available():
         raise checks.bad("--device", "'cpu' (torch sees no GPU here)", "'cuda'")
@@ -124,8 +124,9 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
         "block": label, "config": dataclasses.asdict(config), "experts_held": config.num_experts,
         "experts_of_model": all_experts, "weights_total": total, "weights_active": active,
         "weight_bytes": total * kind.itemsize, "dtype": dtype, "device": device, "routing": routing, "seed": seed,
-        "backend": name, "kernel": describe_backend(name), "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "machine": torch.cuda.get_device_name() if device == "cuda" else cpu_model(), "ceilings": ceilings, "rows": rows,
+        "backend": name, "kernel": describe_backend(name), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "machine": torch.cuda.get_device_name() if device == "cuda" else cpu_model(),
+        "ceilings": ceilings, "rows": rows,
     }
 
 
@@ -196,7 +197,8 @@ class _Block:
         """Relative error of a sample of tokens against float64, next to the budget: twice that of plain torch."""
         from ..measure import sample_errors
 
-        return sample_errors(self.layer.experts.weights, self.inputs(T, 0), experts.to(self.device), self.backend, train)
+        x, experts = self.inputs(T, 0), experts.to(self.device)
+        return sample_errors(self.layer.experts.weights, x, experts, self.backend, train)
 
     def measure(self, T: int, experts: list[torch.Tensor], ceilings: dict[str, float], train: bool) -> dict[str, Any]:
         import torch
@@ -218,7 +220,8 @@ class _Block:
         flops = block_flops(c, T, int(slots))
         per_expert = c.d_model * (c.activation.width_in(c.d_expert) + c.d_expert)
         touched = float((counts > 0).sum()) / len(experts)
-        read = (touched * per_expert + c.d_shared * c.d_model * 3 + c.route.num_logits * c.d_model) * self.dtype.itemsize
+        shared = c.d_model * (c.activation.width_in(c.d_shared) + c.d_shared)
+        read = (touched * per_expert + shared + c.route.num_logits * c.d_model) * self.dtype.itemsize
         row = {
             "tokens": T, "max_over_mean_load": float((loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()),
             "idle_experts": c.num_experts - touched, "forward": _figures(T, seconds, flops, ceilings),
@@ -258,15 +261,16 @@ def _show(result: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     c = result["config"]
-    held = "" if result["experts_held"] == result["experts_of_model"] else f" of {result['experts_of_model']}, fewer held"
+    model = result["experts_of_model"]
+    held = "" if result["experts_held"] == model else f" of {model}, fewer held"
     shared = f", shared expert {c['d_shared']}" if c["d_shared"] else ""
     console.print(f"[bold]{result['block']}[/]: d_model {c['d_model']}, {result['experts_held']} experts{held}, "
                   f"d_expert {c['d_expert']}, top {c['top_k']}{shared}, {c['activation']['kind']}"
                   f"{' gated' if c['activation']['gated'] else ''}, {result['dtype']}")
     console.print(f"weights: {result['weights_total']:,} total ({result['weight_bytes'] / 1e9:.2f} GB), "
                   f"{result['weights_active']:,} active per token")
-    console.print(f"backend: {result['backend']}{f' ({k})' if (k := result['kernel']) else ''}, {result['threads']} threads, "
-                  f"{result['machine']}")
+    kernel = f" ({result['kernel']})" if result["kernel"] else ""
+    console.print(f"backend: {result['backend']}{kernel}, {result['threads']} threads, {result['machine']}")
     ceilings = result["ceilings"]
     console.print(f"ceilings measured in this run: matmul {ceilings['matmul_gflops']:.0f} GFLOP/s, "
                   f"memory read {ceilings['read_gbytes']:.1f} GB/s")
@@ -277,7 +281,8 @@ def _show(result: dict[str, Any]) -> None:
             if key not in row:
                 continue
             f, forward = row[key], key == "forward"
-            error = row["output_error"] / row["output_budget"] if forward else row["gradient_error"] / row["gradient_budget"]
+            checked = "output" if forward else "gradient"
+            error = row[f"{checked}_error"] / row[f"{checked}_budget"]
             table.add_row(
                 str(row["tokens"]), what, f"{f['ms']:.3f}", f"{f['tokens_per_s']:,.0f}", f"{f['gflops']:.0f}",
                 f"{100 * f['of_matmul_ceiling']:.0f}", f"{row['read_gbytes_per_s']:.1f}" if forward else "",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     @app.command()
     def demo(
-        out: Path = typer.Option(Path("moeffn-demo.png"), help="Where the heat map of the expert loads goes."),
+        out: str = typer.Option("moeffn-demo.png", help="Where the heat map of the expert loads goes."),
         steps: int = typer.Option(30, help="Training steps."),
         experts: int = typer.Option(8, help="Experts per layer."),
         top_k: int = typer.Option(2, help="Experts per token."),
@@ -26,13 +26,15 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Replace, upcycle and train the FFNs of a pretrained text encoder, and show the figures.
 
-        all-MiniLM-L6-v2 on Python's own documentation: six GELU FFNs become DenseFFN, then 8 experts with top-2 routing,
-        the embeddings staying equal; then routers and experts are trained for a few steps. Needs the extra "demo".
+        all-MiniLM-L6-v2 on Python's own documentation: six GELU FFNs run on moeffn, then become 8 experts with top-2
+        routing, the embeddings staying equal; then routers and experts are trained for a few steps. Needs the extra
+        "demo".
         """
         from .. import checks
 
-        if out.suffix.lower() != ".png" or not out.resolve().parent.is_dir():
-            raise checks.bad("--out", "the path of a .png file in a folder that exists", str(out))
+        path = Path(out)
+        if path.suffix.lower() != ".png" or not path.resolve().parent.is_dir():
+            raise checks.bad("--out", "the path of a .png file in a folder that exists", out)
         begin = time.perf_counter()
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -55,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
             result = run_demo(config, say, advance)
             say("drawing")
-            draw_loads(result, out)
+            draw_loads(result, path)
         show(result, console)
         console.print(f"heat map: {out}   ({time.perf_counter() - begin:.0f} s in all)")
 
@@ -68,7 +70,7 @@ def show(result: DemoResult, console: Console) -> None:
     console.print(escape(result.replaced))
     weights = result.weights
     assert weights is not None
-    console.print("\n[bold]2. Same embeddings[/] (error relative to float64; budget: twice that of the untouched encoder)")
+    console.print("\n[bold]2. Same embeddings[/] (relative to float64; budget: twice that of the untouched encoder)")
     table = Table("encoder", "error", "budget", "equal", "tokens/s", "total weights", "active weights")
     for name, error in result.errors.items():
         total, active = weights.total_before, weights.active_before
@@ -79,7 +81,7 @@ def show(result: DemoResult, console: Console) -> None:
                       "[green]yes[/]" if error <= result.budget else "[bold red]NO[/]",
                       f"{result.tokens_per_second[name]:,.0f}", f"{total:,}", f"{active:,}")
     console.print(table)
-    console.print(f"[bold]3. Trained[/] for {result.train_seconds:.0f} s (experts first moved apart by a little noise): "
+    console.print(f"[bold]3. Trained[/] for {result.train_seconds:.0f} s (experts moved apart by a little noise): "
                   f"{100 * result.moved:.0f}% of the held-out tokens' choices changed; neighbour-passage loss "
                   f"{result.loss['before']:.3f} -> {result.loss['after']:.3f}, right neighbour first "
                   f"{100 * result.accuracy['before']:.0f}% -> {100 * result.accuracy['after']:.0f}% (held-out pairs)")
@@ -87,7 +89,8 @@ def show(result: DemoResult, console: Console) -> None:
     E = result.loads_after.shape[1]
     table = Table("layer", *(f"e{e}" for e in range(E)), "max/mean before", "after",
                   title="\nLoad after training: % of a layer's slots on held-out passages", title_justify="left")
-    for layer, (before, after) in enumerate(zip(result.loads_before.tolist(), result.loads_after.tolist(), strict=True)):
+    loads = zip(result.loads_before.tolist(), result.loads_after.tolist(), strict=True)
+    for layer, (before, after) in enumerate(loads):
         table.add_row(str(layer), *(f"{100 * share:.1f}" for share in after), f"{max(before) * E:.2f}",
                       f"{max(after) * E:.2f}")
     console.print(table)

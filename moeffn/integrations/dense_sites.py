@@ -33,7 +33,8 @@ def dense_sites(model: nn.Module, names: Mapping[nn.Module, Sequence[str]]) -> l
 
 
 def _whole(module: nn.Module, plan: ffn.DensePlan, names: Mapping[nn.Module, Sequence[str]]) -> Site:
-    dense = _tensors(plan, [module.get_submodule(n) for n in plan.w_in], module.get_submodule(plan.w_out), module.training)
+    layers = [module.get_submodule(n) for n in plan.w_in]
+    dense = _tensors(plan, layers, module.get_submodule(plan.w_out), module.training)
     tail = tuple(module.get_submodule(n) for n in plan.tail)
     return Site(tuple(names[module]), dense, tail=tail)
 
