@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .config import MoEConfig
 from .functional import moe_ffn
+from .testing.workloads import errors
 from .types import ExpertWeights, Routing
 
 
@@ -64,38 +64,16 @@ def _best(call: Callable[[], object], device: torch.device, repeats: int = 5) ->
 
 def fill_normal_(tensors: Iterable[Tensor], generator: torch.Generator) -> None:
     """Fill with normal values of unit fan-in variance, from one random pool read at shifting places: that takes as
-    long as a copy where billions of draws would take minutes. The pool's length divides no usual size, so no two experts are
-    equal."""
+    long as a copy, where billions of draws would take minutes. The pool's length divides no usual size, so no two
+    experts are equal."""
     for t in tensors:
-        pool = torch.randn(16_777_259, generator=generator) * t.shape[-1] ** -0.5
+        pool = torch.randn(min(16_777_259, t.numel()), generator=generator) * t.shape[-1] ** -0.5
         pool = pool.to(t.dtype).to(t.device)
         flat, done = t.view(-1), 0
         while done < flat.numel():
             n = min(pool.numel(), flat.numel() - done)
             flat[done : done + n] = pool[:n]
             done += n
-
-
-def weight_counts(config: MoEConfig) -> tuple[int, int]:
-    """Total and active weights of a block: router, routed experts, shared expert, biases."""
-    c = config
-    rows = c.activation.width_in(c.d_expert)
-    expert = rows * c.d_model + c.d_model * c.d_expert + (rows + c.d_model if c.bias else 0)
-    shared = 0
-    if c.d_shared:
-        rows = c.activation.width_in(c.d_shared)
-        shared = rows * c.d_model + c.d_model * c.d_shared + (rows + c.d_model if c.bias else 0)
-        shared += c.d_model if c.shared_gate else 0
-    router = c.route.num_logits * (c.d_model + (1 if c.router_bias else 0))
-    return router + shared + c.num_experts * expert, router + shared + c.top_k * expert
-
-
-def block_flops(config: MoEConfig, tokens: int, slots: int) -> int:
-    """Multiply-adds times two of one forward: router, routed experts for `slots` slots, shared expert."""
-    c = config
-    routed = 2 * slots * c.d_model * (c.activation.width_in(c.d_expert) + c.d_expert)
-    shared = 2 * tokens * c.d_model * (c.activation.width_in(c.d_shared) + c.d_shared) if c.d_shared else 0
-    return routed + shared + 2 * tokens * c.d_model * c.route.num_logits
 
 
 def sample_errors(weights: ExpertWeights, x: Tensor, experts: Tensor, backend: str, train: bool) -> dict[str, float]:
@@ -129,14 +107,9 @@ def sample_errors(weights: ExpertWeights, x: Tensor, experts: Tensor, backend: s
     ours = [t[sample] for t in outcome(moe_ffn, slice(None), x.dtype, backend=backend)]
     for (_, t), needed in zip(weights.named_tensors(), frozen, strict=True):
         t.requires_grad_(needed)
+    floor = torch.finfo(x.dtype).eps / 2
     found = {}
     for name, t, p, o in zip(("output", "gradient"), truth, plain, ours, strict=False):
-        found[f"{name}_error"] = relative_error(o, t)
-        found[f"{name}_budget"] = max(2 * relative_error(p, t), 4 * torch.finfo(x.dtype).eps)
+        found[f"{name}_error"] = errors(o, t).frobenius
+        found[f"{name}_budget"] = 2 * max(errors(p, t).frobenius, floor)
     return found
-
-
-def relative_error(value: Tensor, truth: Tensor) -> float:
-    """‖value - truth‖ / ‖truth‖ in float64; infinite for a value that is not finite."""
-    error = ((value.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-300)).item()
-    return error if error == error else float("inf")

@@ -77,6 +77,7 @@ def test_every_command_has_its_own_help(command, capsys):
     (["bench", "TINY", "--backend", "cuda"], "backend: expected one of 'auto', 'reference'"),
     (["bench", "TINY", "--device", "tpu"], "--device: expected one of 'cpu', 'cuda', got 'tpu'"),
     (["bench", "TINY", "--num-experts", "1"], "--num-experts: expected top_k = 2 to 8, got 1"),
+    (["bench", "TINY", "--routing", "zpf:1"], "routing: expected one of uniform, balanced"),
     (["demo", "--out", "/no/such/folder/x.png"], "--out: expected the path of a .png file in a folder that exists"),
     (["demo", "--top-k", "9"], "top_k: expected at most num_experts = 8, got 9"),
 ])
@@ -144,6 +145,55 @@ def test_doctor_names_the_extra_of_a_missing_package(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "transformers" else "1")
     monkeypatch.setenv("COLUMNS", "200")
     assert "pip install 'moeffn[hf]'" in run(capsys, "doctor")[1]
+
+
+@pytest.mark.parametrize("spec", ["uniform", "balanced", "zipf:1.2", "hot:2", "single"])
+def test_bench_routings_show_their_load(spec, tiny, capsys):
+    code, out, _ = run(capsys, "bench", tiny, "--tokens", "64", "--routing", spec, "--json", "--dtype", "float32")
+    assert code == 0
+    load = json.loads(out)["rows"][0]["max_over_mean_load"]
+    low, high = {"balanced": (1.0, 1.0), "uniform": (1.0, 2.5), "zipf:1.2": (1.5, 4.0), "hot:2": (4.0, 4.0),
+                 "single": (4.0, 4.0)}[spec]
+    assert low <= load <= high + 1e-9
+
+
+def test_bench_measures_checks_and_counts(tiny, capsys):
+    code, out, _ = run(capsys, "bench", tiny, "--tokens", "1,16", "--train", "--json")
+    found = json.loads(out)
+    assert code == 0
+    expert, router = 3 * 32 * 16, 8 * 32
+    assert found["weights_total"] == 8 * expert + router
+    assert found["weights_active"] == 2 * expert + router
+    assert found["backend"] == backends.resolve("auto", *_cpu("bfloat16"))
+    assert [row["tokens"] for row in found["rows"]] == [1, 16]
+    assert min(found["ceilings"].values()) > 0
+    for row in found["rows"]:
+        assert 0 < row["output_error"] <= row["output_budget"]
+        assert 0 < row["gradient_error"] <= row["gradient_budget"]
+        assert row["forward_backward"]["ms"] > 0 < row["forward"]["ms"]
+        flops = row["tokens"] * 2 * (2 * expert + router)
+        assert row["forward"]["gflops"] * row["forward"]["ms"] * 1e6 == pytest.approx(flops)
+
+
+def _cpu(dtype: str):
+    import torch
+
+    return torch.device("cpu"), getattr(torch, dtype)
+
+
+def test_bench_with_fewer_experts_says_so(tiny, capsys):
+    code, out, _ = run(capsys, "bench", tiny, "--tokens", "4", "--num-experts", "3")
+    assert code == 0
+    assert "3 experts of 8, fewer held" in " ".join(out.split())
+
+
+def test_bench_reports_a_wrong_backend(tiny, capsys, monkeypatch):
+    """The check at real size is a check: a kernel that returns something else is marked."""
+    from moeffn import measure
+
+    right = measure.moe_ffn
+    monkeypatch.setattr(measure, "moe_ffn", lambda *a, **k: right(*a, **k) * 1.1)
+    assert "WRONG" in run(capsys, "bench", tiny, "--tokens", "4")[1]
 
 
 def test_bench_refuses_a_block_that_does_not_fit(monkeypatch, capsys):

@@ -21,6 +21,8 @@ import typer
 COMMANDS = {
     "doctor": ("moeffn.cli.doctor", "What runs here: backends and why not, versions, CPU features, threads."),
     "demo": ("moeffn.cli.demo", "Replace, upcycle and train the FFNs of a pretrained text encoder; shows the figures."),
+    "params": ("moeffn.accounting.commands", "Total and active weights of a model, and where they are."),
+    "plan": ("moeffn.accounting.commands", "Expert parallelism of a model over a cluster: traffic, memory, bounds."),
     "bench": ("moeffn.cli.bench", "Speed of one MoE block at the real size of a public model, checked and measured."),
 }
 _READABLE = re.compile(r": expected .+, got ", re.DOTALL)

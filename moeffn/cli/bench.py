@@ -26,7 +26,8 @@ def register(app: typer.Typer) -> None:
         tokens: str = typer.Option("1,64,1024", help="Token counts T, separated by commas."),
         backend: str = typer.Option("auto", help="auto, native, torch, triton or reference."),
         train: bool = typer.Option(False, "--train", help="Measure forward + backward too."),
-        routing: str = typer.Option("uniform", help="uniform, balanced, zipf:a, hot:n, single or trace:FILE."),
+        routing: str = typer.Option("uniform", help="uniform, balanced, zipf:A, hot:N, single, "
+                                                      "zero-expert or trace:FILE."),
         dtype: str = typer.Option("bfloat16", help=", ".join(DTYPES) + "."),
         device: str = typer.Option("cpu", help="cpu or cuda."),
         num_experts: int = typer.Option(0, help="Hold fewer experts than the model has; 0: all of them."),
@@ -76,9 +77,9 @@ def _held(config: MoEConfig, num_experts: int) -> MoEConfig:
 
 def needed_bytes(config: MoEConfig, tokens: int, dtype_bytes: int, train: bool) -> int:
     """Bytes a run needs: weights (twice with gradients), rows, pre-activations and float32 sums of the largest T."""
-    from ..measure import weight_counts
+    from ..accounting.block import Block, total_weights
 
-    total, _ = weight_counts(config)
+    total = total_weights(Block.of(config))
     N = tokens * config.top_k
     rows = N * (config.activation.width_in(config.d_expert) + config.d_expert + 2 * config.d_model) * dtype_bytes
     return total * dtype_bytes * (2 if train else 1) + rows * (3 if train else 1) + 4 * tokens * config.d_model * 4
@@ -92,7 +93,8 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
     import torch
 
     from .. import backends
-    from ..measure import matmul_ceiling, read_ceiling, weight_counts
+    from ..accounting.block import Block, active_weights, total_weights
+    from ..measure import matmul_ceiling, read_ceiling
     from .doctor import cpu_model, describe_backend
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -119,10 +121,11 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
             errors = block.check(T, loads[T][0], train)
             progress.update(step, description=f"T = {T}: measuring")
             rows.append(block.measure(T, loads[T], ceilings, train) | errors)
-    total, active = weight_counts(config)
+    sizes = Block.of(config)
+    total = total_weights(sizes)
     return {
         "block": label, "config": dataclasses.asdict(config), "experts_held": config.num_experts,
-        "experts_of_model": all_experts, "weights_total": total, "weights_active": active,
+        "experts_of_model": all_experts, "weights_total": total, "weights_active": active_weights(sizes),
         "weight_bytes": total * kind.itemsize, "dtype": dtype, "device": device, "routing": routing, "seed": seed,
         "backend": name, "kernel": describe_backend(name), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "machine": torch.cuda.get_device_name() if device == "cuda" else cpu_model(),
@@ -203,13 +206,13 @@ class _Block:
     def measure(self, T: int, experts: list[torch.Tensor], ceilings: dict[str, float], train: bool) -> dict[str, Any]:
         import torch
 
-        from ..measure import block_flops, median_seconds
+        from ..accounting.block import Block, always_active_weights, expert_weights, forward_flops
+        from ..measure import median_seconds
 
         c = self.config
         experts = [e.to(self.device) for e in experts]
         xs = [self.inputs(T, i) for i in range(len(experts))]
         counts = torch.stack([torch.bincount(e[e >= 0].flatten().long(), minlength=c.num_experts) for e in experts])
-        slots = int(counts.sum()) / len(experts)
         loads = counts.double()
 
         def forward(i: int) -> None:
@@ -217,11 +220,10 @@ class _Block:
                 self.forward(xs[i % len(xs)], experts[i % len(xs)])
 
         seconds = median_seconds(forward, self.device)
-        flops = block_flops(c, T, int(slots))
-        per_expert = c.d_model * (c.activation.width_in(c.d_expert) + c.d_expert)
+        sizes = Block.of(c)
+        flops = forward_flops(sizes, T)
         touched = float((counts > 0).sum()) / len(experts)
-        shared = c.d_model * (c.activation.width_in(c.d_shared) + c.d_shared)
-        read = (touched * per_expert + shared + c.route.num_logits * c.d_model) * self.dtype.itemsize
+        read = (touched * expert_weights(sizes) + always_active_weights(sizes)) * self.dtype.itemsize
         row = {
             "tokens": T, "max_over_mean_load": float((loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()),
             "idle_experts": c.num_experts - touched, "forward": _figures(T, seconds, flops, ceilings),
