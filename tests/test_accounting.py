@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeffn.accounting import VENDORS, Convention, count, find_preset, presets
 
 GOLDEN = json.loads((Path(__file__).parent / "data/accounting/golden.json").read_text())
+FILES = json.loads((Path(__file__).parent / "data/accounting/files.json").read_text())
 IDLE_BOUNDS = {"min_all": ("min", "active_all"), "max_all": ("max", "active_all"),
                "min_excl_input": ("min", "active_head"), "max_excl_input": ("max", "active_head"),
                "min_excl_both": ("min", "active_none"), "max_excl_both": ("max", "active_none")}
@@ -32,6 +33,12 @@ def test_published_models_to_the_unit(golden):
     for key, (idle, attribute) in IDLE_BOUNDS.items():
         if key in golden:
             assert getattr(count(golden["name"], convention=Convention(idle=idle)), attribute) == golden[key], key
+
+
+@pytest.mark.parametrize("published", FILES, ids=lambda g: g["name"])
+def test_elements_of_published_files(published):
+    """What the files of a model hold by their own index, from its config alone."""
+    assert count(published["name"], convention=Convention(scope=published["scope"])).total == published["total"]
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: g["name"])
@@ -193,6 +200,24 @@ def test_a_missing_size_is_named_and_never_filled(name, key):
         count(config)
 
 
+@pytest.mark.parametrize("name", [
+    "Qwen3-30B-A3B", "DeepSeek-V3.2", "GLM-4.5", "gpt-oss-20b", "Llama-4-Scout", "Jamba-v0.1", "Granite-3.0-1B-A400M",
+    "ERNIE-4.5-21B-A3B", "LongCat-Flash", "Nemotron-3-Nano-30B-A3B", "Switch-Base-128", "GPT-2", "Llama-3.1-8B",
+    "Gemma-4-26B-A4B(text)", "Qwen3-Next-80B-A3B", "LFM2-8B-A1B", "Kimi-Linear-48B-A3B", "MiMo-V2-Flash"])
+def test_no_key_is_left_out_silently(name):
+    """Without any one key of its config a model is refused, or counted the same, or the reading is in `assumed`."""
+    config, whole = find_preset(name).config, count(name)
+    for key in config:
+        short = {k: v for k, v in config.items() if k != key}
+        try:
+            found = count(short)
+        except ValueError as error:
+            assert key in str(error) or "is missing" in str(error), (key, error)
+            continue
+        if (found.total, found.active, found.mtp_total) != (whole.total, whole.active, whole.mtp_total):
+            assert key in dict(found.assumed), key
+
+
 @pytest.mark.parametrize(("change", "error", "message"), [
     ({"num_experts_per_tok": 9}, ValueError, "num_experts_per_tok: 9 experts per token, of 8"),
     ({"num_experts_per_tok": 0}, ValueError, "num_experts_per_tok: expected at least 1, got 0"),
@@ -261,6 +286,7 @@ def test_conventions_leave_out_norms_biases_and_router_biases():
     assert count(name, convention=Convention(scope="ffn")).total == whole.ffn_total
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 4), st.integers(1, 3), st.booleans())
 def test_count_is_the_sum_of_its_formula(experts, k, shared, layers, tied):
     """DeepSeek layout on any sizes, against the closed formula."""

@@ -114,6 +114,7 @@ def test_bytes_leaving_a_rank():
         assert [round(rows * row) for rows in found] == list(expected), ranks
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 4))
 def test_distinct_groups_is_an_expectation(sizes, k):
     """Against the average over every choice of K experts."""
@@ -187,6 +188,7 @@ def test_imbalance_and_replicas():
         imbalance(loads, 9)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 100), min_size=2, max_size=24), st.integers(1, 8), st.integers(0, 8))
 def test_placement_keeps_every_expert_and_its_load(loads, ranks, replicas):
     ranks = min(ranks, len(loads) + replicas)

@@ -4,7 +4,7 @@ from itertools import pairwise
 from math import comb
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeffn.accounting import (
@@ -216,6 +216,7 @@ def test_block_agrees_with_the_model():
     assert layer.active == 48 * block.active_weights(QWEN)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 32), st.integers(1, 8), st.integers(1, 40))
 def test_distinct_experts(experts, k, tokens):
     k = min(k, experts)

@@ -54,16 +54,27 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     return FAMILIES[name](keys)
 
 
-def heads_of(k: Keys, d: int, *, derive: bool = True, heads: tuple[str, ...] = ("num_attention_heads",),
-             kv: tuple[str, ...] = ("num_key_value_heads",)) -> tuple[int, int, int]:
-    """Query heads, key/value heads and head width.
+# In these families' own code a missing number of key/value heads means as many as query heads.
+KV_FROM_HEADS = {
+    "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo", "granite",
+    "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
+}
+# In these a head's width is a size of its own, never d / heads.
+OWN_HEAD_DIM = {
+    "afmoe", "cohere2_moe", "cwm", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "helium",
+    "hy_v3", "internlm3", "laguna", "lara_mini", "llama4_text", "mellum", "mimo_v2_flash", "minimax_m2",
+    "minimax_m3_vl_text", "ministral3", "nemotron_h", "openai_privacy_filter", "qwen3", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "sarvam_moe", "seed_oss", "solar_open",
+}
 
-    derive: in this family's own code a missing head_dim is d / heads; otherwise it must be given. A missing number
-    of key/value heads means as many as query heads.
-    """
-    n = k.integer(*heads)
-    kv_heads = k.integer(*kv, absent=n)
-    if k.has("head_dim") or not derive:
+
+def heads_of(k: Keys, d: int) -> tuple[int, int, int]:
+    """Query heads, key/value heads and head width; the last two derived only where the family's own code does so."""
+    name = k.data.get("model_type", "")
+    n = k.integer("num_attention_heads")
+    kv_heads = k.integer("num_key_value_heads", absent=n if name in KV_FROM_HEADS else REQUIRED)
+    if k.has("head_dim") or name in OWN_HEAD_DIM:
         return n, kv_heads, k.integer("head_dim")
     return n, kv_heads, k.divide("head_dim", d, n)
 
@@ -73,9 +84,9 @@ def first_dense(k: Keys, layers: int, absent: Any = REQUIRED) -> list[bool]:
     if k.has("mlp_layer_types"):
         words = k.words("mlp_layer_types", layers=layers, among=("dense", "sparse", "moe", "hash_moe"))
         return [word != "dense" for word in words]
-    first = k.integer("first_k_dense_replace", "num_dense_layers", minimum=0, absent=absent)
     if isinstance(k.data.get("moe_layer_freq"), list):
         return [bool(v) for v in k.each("moe_layer_freq", layers=layers)]
+    first = k.integer("first_k_dense_replace", "num_dense_layers", minimum=0, absent=absent)
     every = k.integer("moe_layer_freq", absent=1)
     return [i >= first and i % every == 0 for i in range(layers)]
 

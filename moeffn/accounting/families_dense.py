@@ -26,7 +26,6 @@ class Plain:
     qk_norm: str = ""
     gated: bool = True
     tied: bool = False
-    derive: bool = True
     final_norm: bool = True
     activation: int = 0  # parameters of the activation (xIELU)
 
@@ -34,26 +33,26 @@ class Plain:
 PLAIN = {
     "llama": Plain(),
     "mistral": Plain(bias=""),
-    "ministral": Plain(bias="", derive=False),
-    "ministral3": Plain(bias="", derive=False),
+    "ministral": Plain(bias=""),
+    "ministral3": Plain(bias=""),
     "qwen2": Plain(bias="qkv", bias_key="", bias_absent=True),
-    "qwen3": Plain(qk_norm="head", derive=False),
-    "gemma": Plain(tied=True, derive=False),
-    "gemma2": Plain(norms=4, tied=True, derive=False),
-    "gemma3_text": Plain(norms=4, tied=True, derive=False, qk_norm="head"),
+    "qwen3": Plain(qk_norm="head"),
+    "gemma": Plain(tied=True),
+    "gemma2": Plain(norms=4, tied=True),
+    "gemma3_text": Plain(norms=4, tied=True, qk_norm="head"),
     "olmo": Plain(norms=0, final_norm=False),
     "olmo2": Plain(qk_norm="full"),
     "olmo3": Plain(qk_norm="full"),
     "phi3": Plain(bias=""),
     "granite": Plain(),
-    "granite_swa": Plain(),
+    "granite_swa": Plain(tied=True),
     "smollm3": Plain(tied=True),
-    "glm": Plain(bias="qkv", derive=False),
-    "glm4": Plain(bias="qkv", derive=False, norms=4),
+    "glm": Plain(bias="qkv", bias_absent=True),
+    "glm4": Plain(bias="qkv", bias_absent=True, norms=4),
     "exaone4": Plain(bias="", qk_norm="head"),
-    "seed_oss": Plain(bias="qkv", bias_absent=True, derive=False),
-    "ernie4_5": Plain(bias_key="use_bias", mlp_bias="use_bias", tied=True, derive=False),
-    "helium": Plain(bias="qkv", derive=False),
+    "seed_oss": Plain(bias="qkv", bias_absent=True),
+    "ernie4_5": Plain(bias_key="use_bias", mlp_bias="use_bias", tied=True),
+    "helium": Plain(bias="qkv"),
     "arcee": Plain(gated=False),
     "apertus": Plain(gated=False, qk_norm="head", activation=2),
     "hunyuan_v1_dense": Plain(qk_norm="head"),
@@ -63,7 +62,6 @@ PLAIN = {
     "nemotron": Plain(norm_bias=True, gated=False),
     "internlm3": Plain(bias="qkv", bias_key="qkv_bias"),
     "cwm": Plain(bias=""),
-    "yi": Plain(),
 }
 
 
@@ -73,7 +71,7 @@ def plain(k: Keys) -> Architecture:
     name = k.text("model_type")
     p = PLAIN[name]
     d, n = _sizes(k)
-    heads, kv, width = heads_of(k, d, derive=p.derive)
+    heads, kv, width = heads_of(k, d)
     biased = k.flag(p.bias_key, absent=p.bias_absent) if p.bias_key and p.bias else p.bias_absent
     mlp_absent = p.mlp_bias == "use_bias" and p.bias_absent
     ffn = dense(d, k.integer("intermediate_size"), gated=p.gated, bias=k.flag(p.mlp_bias, absent=mlp_absent))
@@ -123,7 +121,7 @@ def gemma4(k: Keys) -> Architecture:
         return text
     v = k.inside("vision_config")
     d, depth = v.integer("hidden_size"), v.integer("num_hidden_layers")
-    heads, kv, width = heads_of(v, d, derive=False)
+    heads, kv, width = heads_of(v, d)
     layer = sum(w.total for w in gqa(d, heads, kv, width, qk_norm="head")[0])
     layer += sum(w.total for w in dense(d, v.integer("intermediate_size"))) + 4 * d
     elements = depth * layer + 3 * v.integer("patch_size") ** 2 * d + 2 * v.integer("position_embedding_size") * d

@@ -18,7 +18,7 @@ def qwen_hybrid(k: Keys) -> Architecture:
     name = k.text("model_type")
     k = tower(k)
     d, n = _sizes(k)
-    heads, kv, width = heads_of(k, d, derive=False)
+    heads, kv, width = heads_of(k, d)
     linear = linear_layers(k, n, "full_attention_interval")
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     recurrent = gated_delta(d, *(k.integer(f"linear_{size}") for size in sizes)) if any(linear) else None
@@ -127,13 +127,13 @@ def granite_hybrid(k: Keys) -> Architecture:
                where="config.num_experts_per_tok") if experts else dense(d, shared))
     layers = [block("sparse" if experts else "dense", state_space if word in MAMBA else attention, ffn,
                     norm(d, copies=2)) for word in words]
-    return decoder(k, "granitemoehybrid", d, layers, tied=True)
+    return decoder(k, "granitemoehybrid", d, layers, tied=False)
 
 
 def _mamba2(k: Keys, d: int, norms: bool = True) -> Mixed:
     """Mamba-2 under the key names of Bamba, Granite and Falcon-H1."""
     heads = k.integer("mamba_n_heads")
-    if k.data.get("mamba_d_head") == "auto" or not k.has("mamba_d_head"):
+    if k.data.get("mamba_d_head") == "auto":
         width = k.divide("mamba_d_head", d * k.integer("mamba_expand"), heads)
     else:
         width = k.integer("mamba_d_head")
@@ -160,7 +160,7 @@ def bamba(k: Keys) -> Architecture:
         if k.has("layer_types"):
             full = [word not in MAMBA for word in k.words("layer_types", layers=n, among=(*MAMBA, *FULL))]
         else:
-            chosen = set(k.indices("attn_layer_indices"))
+            chosen = set(k.indices("attn_layer_indices", required=True))
             full = [i in chosen for i in range(n)]
         layers = [block("dense", attention if on else state_space, ffn, norm(d, copies=2)) for on in full]
     return decoder(k, name, d, layers, tied=False)
@@ -198,15 +198,16 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
         return tuple(found + norm(d)), (mixer,)
     if word in FULL:
         bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
-        found, mixer = gqa(d, *heads_of(k, d, derive=False), bias=bias)
+        found, mixer = gqa(d, *heads_of(k, d), bias=bias)
         return tuple(found + norm(d)), (mixer,)
     ffn_bias = k.flag("mlp_bias", absent=False)
     if word == "mlp":
         return tuple(dense(d, k.integer("intermediate_size"), gated=False, bias=ffn_bias) + norm(d)), ()
     expert = k.integer("moe_intermediate_size")
     latent = k.integer("moe_latent_size", absent=0, minimum=0)
+    shared = k.integer("moe_shared_expert_intermediate_size", minimum=0)
     found = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), gated=False, bias=ffn_bias,
-                shared=_shared(k, expert, [True]), selection="buffer", latent=latent,
+                shared=shared * (k.integer("n_shared_experts", minimum=0) > 0), selection="buffer", latent=latent,
                 where="config.num_experts_per_tok")
     return tuple(found + norm(d)), ()
 
@@ -219,7 +220,7 @@ def lfm2(k: Keys) -> Architecture:
     if k.has("layer_types"):
         full = [word != "conv" for word in k.words("layer_types", layers=n, among=("conv", "full_attention"))]
     else:
-        chosen = set(k.indices("full_attn_idxs"))
+        chosen = set(k.indices("full_attn_idxs", required=True))
         full = [i in chosen for i in range(n)]
     conv = short_conv(d, k.integer("conv_L_cache"), k.flag("conv_bias", absent=False))
     attention = gqa(d, heads, kv, width, qk_norm="head")
@@ -285,7 +286,7 @@ def cohere(k: Keys) -> Architecture:
     sparse = [False] * n
     ffn: list[Weight] = []
     if name == "cohere2_moe":
-        sparse = first_dense(k, n, absent=0)
+        sparse = first_dense(k, n)
         expert = k.integer("intermediate_size")
         ffn = moe(d, expert, k.integer("num_experts"), k.integer("num_experts_per_tok"),
                   shared=expert * k.integer("num_shared_experts", minimum=0), where="config.num_experts_per_tok")

@@ -34,8 +34,7 @@ def every_layer(k: Keys) -> Architecture:
                             window=window), ffn, norm(d, norm_bias, 2))
         for window in windows(k, n)
     ]
-    tied = name.startswith("granite")
-    return decoder(k, name, d, layers, tied=tied, norm_bias=norm_bias,
+    return decoder(k, name, d, layers, tied=False, norm_bias=norm_bias,
                    head_bias=name == "phimoe" and k.flag("lm_head_bias", absent=False))
 
 
@@ -43,7 +42,7 @@ def every_layer(k: Keys) -> Architecture:
 def qwen(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = _sizes(k)
-    heads, kv, width = heads_of(k, d, derive=name in ("qwen2_moe", "qwen3_moe"))
+    heads, kv, width = heads_of(k, d)
     second = name == "qwen2_moe"
     if second:
         bias = "qkv" if k.flag("qkv_bias", absent=True) else ""
@@ -60,14 +59,14 @@ def qwen(k: Keys) -> Architecture:
               ffn if on else plain, norm(d, copies=2))
         for on in sparse
     ]
-    return decoder(k, name, d, layers, tied=False)
+    return decoder(k, name, d, layers, tied=name == "qwen3_vl_moe_text")
 
 
 @family("gpt_oss", "openai_privacy_filter")
 def gpt_oss(k: Keys) -> Architecture:
     """Biases on experts, router and attention; a sink for each head."""
     d, n = _sizes(k)
-    heads, kv, width = heads_of(k, d, derive=False)
+    heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=True) else ""
     ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"),
               k.integer("num_experts_per_tok", "experts_per_token"), bias=True, router_bias=True,
@@ -163,7 +162,7 @@ def hunyuan(k: Keys) -> Architecture:
             width_shared = shared[i] * expert[i] if k.has("moe_intermediate_size") else shared[i] * plain
             ffn = moe(d, expert[i], experts[i], top_k[i], shared=width_shared * mlp, where="config.moe_topk")
         layers.append(block("dense" if experts[i] == 1 else "sparse", mixed, ffn, norm(d, copies=2)))
-    return decoder(k, name, d, layers, tied=True)
+    return decoder(k, name, d, layers, tied=name != "hunyuan_v1_moe")
 
 
 def _shared(k: Keys, expert: int, sparse: list[bool]) -> int:
@@ -201,12 +200,12 @@ def grouped(k: Keys) -> Architecture:
     name = k.text("model_type")
     letters, absent, qk_norm, selection, gate, norms = GROUPED[name]
     d, n = _sizes(k)
-    heads, kv, width = heads_of(k, d, derive=name not in ("mimo_v2_flash", "afmoe", "laguna"))
+    heads, kv, width = heads_of(k, d)
     bias = letters if letters and k.flag("attention_bias", absent=absent) else ""
     if name.startswith("bailing"):
         bias = "qkv" * k.flag("use_qkv_bias", absent=False) + "o" * k.flag("use_bias", absent=False)
     if qk_norm == "flag":
-        qk_norm = "head" if k.flag("use_qk_norm", absent=name == "bailing_moe_v2") else ""
+        qk_norm = "head" if k.flag("use_qk_norm", absent=name in ("bailing_moe_v2", "sarvam_moe")) else ""
     sparse = first_dense(k, n, **({"absent": 0} if name in ("solar_open", "bailing_moe") else {}))
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("n_routed_experts", "num_experts", "num_local_experts"),
@@ -233,7 +232,11 @@ def grouped(k: Keys) -> Architecture:
 
 def _mimo(k: Keys, d: int, i: int, layers: int, bias: str, window: int | None) -> Mixed:
     """MiMo-V2-Flash: window layers have sinks and their own heads."""
-    slides = k.words("layer_types", layers=layers, among=("full_attention", "sliding_attention"))[i] != "full_attention"
+    if k.has("hybrid_layer_pattern"):
+        slides = k.each("hybrid_layer_pattern", layers=layers)[i] == 1
+    else:
+        word = k.words("layer_types", layers=layers, among=("full_attention", "sliding_attention"))[i]
+        slides = word == "sliding_attention"
     prefix = "swa_" if slides else ""
     heads = k.integer(f"{prefix}num_attention_heads", "num_attention_heads")
     if slides and not k.has("swa_num_key_value_heads"):

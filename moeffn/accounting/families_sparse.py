@@ -42,7 +42,8 @@ def latent(k: Keys) -> Architecture:
                        bias=k.flag("attention_bias", absent=False))
     if name in ("deepseek_v32", "glm_moe_dsa"):
         found += indexer(d, rank, k.integer("index_n_heads"), k.integer("index_head_dim"))
-    sparse = first_dense(k, n) if k.has("n_routed_experts") else [False] * n
+    no_experts = "n_routed_experts" in k.data and k.data["n_routed_experts"] is None  # said, not left out
+    sparse = [False] * n if no_experts else first_dense(k, n)
     ffn = []
     if any(sparse):
         expert = k.integer("moe_intermediate_size")
@@ -62,14 +63,14 @@ def minimax_m3(k: Keys) -> Architecture:
     """MiniMax-M3: block-sparse attention with an index in some layers; the experts' width is `intermediate_size`."""
     k = tower(k)
     d, n = _sizes(k)
-    heads, kv, width = heads_of(k, d, derive=False)
+    heads, kv, width = heads_of(k, d)
     index = k.inside("sparse_attention_config") if k.has("sparse_attention_config") else k
     if k.has("layer_types"):
         words = k.words("layer_types", layers=n, among=("full_attention", "minimax_m3_sparse"))
         indexed = [word != "full_attention" for word in words]
     else:
         indexed = [bool(v) for v in index.each("sparse_attention_freq", layers=n)]
-    sparse = first_dense(k, n, absent=0)
+    sparse = first_dense(k, n)
     ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
               shared=k.integer("shared_intermediate_size", minimum=0), selection="buffer",
               where="config.num_experts_per_tok")
@@ -105,7 +106,7 @@ def step(k: Keys) -> Architecture:
     else:
         sparse = first_dense(k, n)
     expert = k.integer("moe_intermediate_size")
-    ffn = moe(d, expert, k.integer("n_routed_experts", "moe_num_experts"),
+    ffn = moe(d, expert, k.integer("n_routed_experts", "moe_num_experts", "num_experts"),
               k.integer("num_experts_per_tok", "moe_top_k"), selection="buffer",
               shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0), where="config.num_experts_per_tok")
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []

@@ -96,9 +96,9 @@ class Keys:
                 raise ValueError(f"{self.where}.{name}[{i}]: expected one of {sorted(allowed)}, got {word!r}")
         return list(value)
 
-    def indices(self, *names: str) -> list[int]:
-        """A list of integers, empty when absent."""
-        name, value = self._find(names, [])
+    def indices(self, *names: str, required: bool = False) -> list[int]:
+        """A list of integers, empty when absent unless it is required."""
+        name, value = self._find(names, REQUIRED if required else [])
         if value is None:
             return []
         if not isinstance(value, list | tuple):
