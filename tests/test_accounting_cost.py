@@ -16,9 +16,11 @@ from moeffn.accounting import (
     decode_bytes,
     devices,
     find_preset,
+    measure_this_machine,
     measured_device,
     prefill,
     roofline,
+    saved_activations,
     stored,
     training_memory,
 )
@@ -191,6 +193,28 @@ def test_block_of_qwen3_30b():
     naive = 2 * 4096 * 2048 + 32768 * (4 * 2048 + 4 * 768 + 2 * 768) + 4 * 4096 * 128 + 12 * 32768
     assert block.naive_saved_bytes(QWEN, 4096) == naive
     assert block.weight_bytes(QWEN, expert_bytes=0.5) == 64 * expert + 2 * 128 * 2048
+
+
+def test_saved_activations_of_a_model():
+    """Those of its blocks; they follow the experts a token uses and not their number (but for the router)."""
+    found = saved_activations("Qwen3-30B-A3B", 1000)
+    assert (found.layers, found.saved) == (48, 48 * block.saved_bytes(QWEN, 1000))
+    assert found.naive == 48 * block.naive_saved_bytes(QWEN, 1000) > 2.5 * found.saved
+    assert saved_activations("DeepSeek-V3", 10).layers == 58
+    nano = Block(d_model=2688, d_expert=1856, num_experts=128, top_k=6, gated=False)  # two matrices
+    assert saved_activations("Nemotron-3-Nano-30B-A3B", 7).saved == 23 * block.saved_bytes(nano, 7)
+    wide = {**find_preset("Qwen3-30B-A3B").config, "num_experts": 512}
+    assert saved_activations(wide, 1000).saved - found.saved == 48 * 4 * (512 - 128)
+    assert saved_activations("Llama-3.1-8B", 10).saved == 0
+    with pytest.raises(ValueError, match="tokens: expected at least 0"):
+        saved_activations("Qwen3-30B-A3B", -1)
+
+
+def test_this_machine_is_measured():
+    found = measure_this_machine(megabytes=2, size=64, repeats=1)
+    assert found.source == "measured"
+    assert found.hbm_gbs > 0 and found.rate("fp32") > 0
+    assert roofline("Qwen3-30B-A3B", found, (1,), dtype="fp32")[0].tokens_per_s > 0
 
 
 def test_plain_ffn_identities():

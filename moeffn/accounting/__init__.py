@@ -1,15 +1,17 @@
 """Counting, costing and planning of mixture-of-experts models, without torch.
 
-`count` gives total and active weights from a config; `stored` the bytes of a checkpoint; `cost` FLOPs; `decode_bytes`
-and `training_memory` bytes; `roofline` and `prefill` bounds on tokens/s; `plan_cluster` expert parallelism over a
-cluster; `matching` fair comparisons of FFNs. `block` holds the formulas of one FFN block as plain functions.
+`count` gives total and active weights from a config; `stored` the bytes of a checkpoint; `cost` FLOPs;
+`decode_bytes`, `training_memory` and `saved_activations` bytes; `roofline` and `prefill` bounds on tokens/s;
+`plan_cluster` expert parallelism over a cluster; `matching` fair comparisons of FFNs. `block` holds the formulas of one
+FFN block as plain functions.
 """
 
 from . import block, matching
 from .block import Block
 from .cluster import Cluster, ClusterPlan, Point, Workload, clusters, plan_cluster
-from .cost import Cost, DecodeBytes, Memory, cost, decode_bytes, training_memory
+from .cost import Cost, DecodeBytes, cost, decode_bytes
 from .counting import VENDORS, Convention, Count, LayerCount, PartCount, count
+from .memory import Memory, SavedActivations, saved_activations, training_memory
 from .presets import Preset, find_preset, presets
 from .roofline import Bound, Device, devices, measure_this_machine, measured_device, prefill, roofline
 from .storage import FORMATS, Format, Stored, stored
@@ -17,8 +19,8 @@ from .traffic import Traffic, distinct_groups, expert_counts, imbalance, traffic
 
 __all__ = [
     "FORMATS", "VENDORS", "Block", "Bound", "Cluster", "ClusterPlan", "Convention", "Cost", "Count", "DecodeBytes",
-    "Device", "Format", "LayerCount", "Memory", "PartCount", "Point", "Preset", "Stored", "Traffic", "Workload",
-    "block", "clusters", "cost", "count", "decode_bytes", "devices", "distinct_groups", "expert_counts", "find_preset",
+    "Device", "Format", "LayerCount", "Memory", "PartCount", "Point", "Preset", "SavedActivations", "Stored", "Traffic",
+    "Workload", "block", "clusters", "cost", "count", "decode_bytes", "devices", "distinct_groups", "expert_counts", "find_preset",
     "imbalance", "matching", "measure_this_machine", "measured_device", "plan_cluster", "prefill", "presets",
-    "roofline", "stored", "traffic", "training_memory",
+    "roofline", "saved_activations", "stored", "traffic", "training_memory",
 ]
