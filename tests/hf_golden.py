@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from hf_blocks import RouterAndExperts
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,19 +23,6 @@ FAMILIES = sorted(INDEX)
 # Experts (or routers) that round to float32 inside, whatever the dtype they are given.
 FLOAT32_INSIDE = {"beam", "inkling", "inkling2", "muse_spark", "nemotron_h", "openai_privacy_filter"}
 CLAMPED = {"deepseek_v4", "deepseek_v4_hash", "gpt_oss", "openai_privacy_filter", "step3p7"}
-
-
-class RouterAndExperts(nn.Module):
-    """The block of a family without a class for it: its decoder layer calls router, then experts."""
-
-    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
-        super().__init__()
-        self.router, self.experts = router, experts
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        _, weights, index = self.router(flat)
-        return self.experts(flat, index, weights).reshape(x.shape)
 
 
 @functools.cache

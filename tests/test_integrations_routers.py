@@ -94,6 +94,7 @@ def test_the_report_shows_the_routing_mode(family):
     config = report.replaced[0].routing
     assert (config.score, config.order, config.renormalize) == MODES[family]
     score, order, renormalize = MODES[family]
+    assert str(report) == report.describe()
     shown = report.describe().split("RouterConfig(")[1]
     assert all(text in shown for text in (f"score={score}", f"order={order}", f"renormalize={renormalize}"))
 

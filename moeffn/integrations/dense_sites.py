@@ -25,7 +25,7 @@ def dense_sites(model: nn.Module, names: Mapping[nn.Module, Sequence[str]]) -> l
         state = found.get(module)
         if state is None:
             continue
-        if state.adapter == "dense":
+        if state.adapter == "dense" and not state.reading.residual:  # a mixture takes one argument
             sites.append(_whole(module, state.reading, names))
         elif state.adapter == "pair_out":
             sites.append(_pair(module, state.reading, names))

@@ -90,6 +90,9 @@ class ReplacementReport:
     left: tuple[Left, ...]
     backend: str
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """The report as text, one line a module."""
         lines = [f"backend {self.backend}: {len(self.replaced)} FFNs replaced, {len(self.left)} left"]
