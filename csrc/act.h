@@ -36,7 +36,7 @@ MOEFFN_INLINE vf vtanh(vf x) {
   p = fma(p, s, splat(-0.333333333f));
   const vf small = fma(p * s, a, a);
   const vf r = select(a < 0.3f, small, big);
-  return select(x < 0.0f, -r, r);
+  return select(x != x, x, select(x < 0.0f, -r, r));
 }
 
 // The normal distribution function: erfc(|x|/sqrt2)/2 or one minus it. erfc(z) = exp(-z²) t p(t), t = 1/(1 + 0.4 z).

@@ -58,9 +58,9 @@ struct TileBuffers {
 };
 
 MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, int64_t D, int64_t F, size_t* used) {
-  char* at = data;
+  int64_t at = 0;
   auto take = [&](int64_t bytes) {
-    char* p = at;
+    char* p = data ? data + at : nullptr;
     at += round_to(bytes, 64);
     return p;
   };
@@ -73,7 +73,7 @@ MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, int64_t D, int64
   b.bias = reinterpret_cast<float*>(take(128 * 4));
   b.row = reinterpret_cast<float*>(take(round_to(D, W) * 4));
   b.rows = reinterpret_cast<bf16*>(take(kGroup * row_lanes<PairLane>(D) * 4));
-  if (used) *used = static_cast<size_t>(at - data);
+  if (used) *used = static_cast<size_t>(at);
   return b;
 }
 

@@ -54,7 +54,7 @@ Experts experts_of(int64_t E, int64_t F, int64_t D, const nb::tuple& activation,
   w.D = D;
   const int kind = nb::cast<int>(activation[0]);
   if (kind < 0 || kind > 6) throw BadArgument("activation: unknown kind " + std::to_string(kind));
-  if (E < 0 || F < 0 || D < 0) throw BadArgument("weights: expected sizes of at least 0");
+  if (E < 0 || F < 1 || D < 1) throw BadArgument("weights: expected D >= 1 and F >= 1, got D = " + std::to_string(D) + ", F = " + std::to_string(F));
   w.act.kind = static_cast<Kind>(kind);
   w.act.gated = nb::cast<bool>(activation[1]);
   w.act.alpha = nb::cast<float>(activation[2]);

@@ -11,6 +11,7 @@ namespace MOEFFN_NS {
 constexpr int64_t kDotLimit = 8;
 constexpr int64_t kTileBytes = 3 << 19;  // most of L2, so that a panel's next use of the tile does not leave the core
 
+// Pieces of Local::data; with data == nullptr only their total size is of interest.
 struct Buffers {
   float* tile;   // (rows, row_lanes(D))
   float* panel;  // (kLaneBlock, kPanel)
@@ -22,9 +23,9 @@ struct Buffers {
 
 template <class L>
 MOEFFN_INLINE Buffers carve(char* data, int64_t rows, int64_t D, int64_t F, int64_t weight_bytes, bool copies, size_t* used) {
-  char* at = data;
+  int64_t at = 0;
   auto take = [&](int64_t bytes) {
-    char* p = at;
+    char* p = data ? data + at : nullptr;
     at += round_to(bytes, 64);
     return p;
   };
@@ -35,7 +36,7 @@ MOEFFN_INLINE Buffers carve(char* data, int64_t rows, int64_t D, int64_t F, int6
   b.bias = reinterpret_cast<float*>(take(kPanel * 4));
   b.row = reinterpret_cast<float*>(take(round_to(D, W) * 4));
   b.copies = take(copies ? kPanel * (D > F ? D : F) * weight_bytes : 0);
-  if (used) *used = static_cast<size_t>(at - data);
+  if (used) *used = static_cast<size_t>(at);
   return b;
 }
 

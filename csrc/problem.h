@@ -11,9 +11,13 @@ struct BadArgument : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
+// Used in files compiled for different instruction sets: always inlined, so that no copy compiled for one is linked into
+// another.
+#define MOEFFN_SMALL inline __attribute__((always_inline))
+
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
-inline int64_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
+MOEFFN_SMALL int64_t size_of(DType t) { return t == DType::f32 ? 4 : 2; }
 
 struct bf16 {
   uint16_t bits;
@@ -43,7 +47,7 @@ struct Array {
   DType dtype = DType::f32;
   int64_t s0 = 0, s1 = 0, s2 = 0;
 
-  const void* at(int64_t i, int64_t j = 0, int64_t k = 0) const {
+  MOEFFN_SMALL const void* at(int64_t i, int64_t j = 0, int64_t k = 0) const {
     return static_cast<const char*>(data) + (i * s0 + j * s1 + k * s2) * size_of(dtype);
   }
 };
@@ -56,10 +60,10 @@ struct Experts {
   Array w_in, w_out;
   Array b_in, b_out;  // data == nullptr: absent
 
-  int64_t in_rows() const { return act.gated ? 2 * F : F; }
+  MOEFFN_SMALL int64_t in_rows() const { return act.gated ? 2 * F : F; }
   // Row of w_in (and column of h) of gate f is f * gate_step(); its up row lies up_shift() further.
-  int64_t gate_step() const { return act.gated && interleaved ? 2 : 1; }
-  int64_t up_shift() const { return interleaved ? 1 : F; }
+  MOEFFN_SMALL int64_t gate_step() const { return act.gated && interleaved ? 2 : 1; }
+  MOEFFN_SMALL int64_t up_shift() const { return interleaved ? 1 : F; }
 };
 
 // Which rows an expert owns and where they come from; see moeffn.types.Plan.
