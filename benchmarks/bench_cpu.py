@@ -229,7 +229,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="per cell")
     parser.add_argument("--name", default="", help="CSV name in benchmarks/results; default: not written")
     parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="one tiny cell, forward and training: does it run?")
     args = parser.parse_args()
+    if args.smoke:
+        tiny = Shape("tiny", 64, 32, 4, 2)
+        for train in (False, True):
+            print(summary(bench(tiny, [4], "bf16", train, ["native", "torch"], 0.05)))
+        return
     if args.threads:
         torch.set_num_threads(args.threads)
     module().force_isa(args.isa)

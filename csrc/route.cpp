@@ -17,15 +17,27 @@ struct Ranked {
   int32_t id;
 };
 
+// NaN and -Inf are read as -1e30, +Inf as 1e30, as moeffn.route does.
+float bounded(float l) { return l == l ? std::min(std::max(l, -1e30f), 1e30f) : -1e30f; }
+
 // Whether a goes before b: larger key first, lowest id on ties. Keys are never NaN.
 bool before(const Ranked& a, const Ranked& b) { return a.key > b.key || (a.key == b.key && a.id < b.id); }
 
-void route_one(const Router& r, const float* logits, int32_t* experts, float* weights, std::vector<float>& scores,
-               std::vector<Ranked>& best) {
+struct Workspace {
+  std::vector<float> logits, scores;
+  std::vector<Ranked> best;
+};
+
+void route_one(const Router& r, const float* raw, int32_t* experts, float* weights, Workspace& work) {
   const float kLast = -INFINITY;
+  std::vector<float>& logits = work.logits;
+  std::vector<float>& scores = work.scores;
+  std::vector<Ranked>& best = work.best;
   float top = kLast;
-  for (int64_t e = 0; e < r.E; ++e)
-    if (logits[e] > top) top = logits[e];
+  for (int64_t e = 0; e < r.E; ++e) {
+    logits[e] = bounded(raw[e]);
+    top = std::max(top, logits[e]);
+  }
   float total = 0.0f;
   for (int64_t e = 0; e < r.E; ++e) {
     const float l = logits[e];
@@ -34,7 +46,7 @@ void route_one(const Router& r, const float* logits, int32_t* experts, float* we
     else if (r.score == Score::sigmoid)
       scores[e] = 1.0f / (1.0f + std::exp(-l));
     else
-      total += scores[e] = l == top ? 1.0f : std::exp(l - top);  // also where top is infinite
+      total += scores[e] = std::exp(l - top);
   }
   if (!r.score_selected && r.score == Score::softmax)
     for (int64_t e = 0; e < r.E; ++e) scores[e] /= total;
@@ -57,8 +69,7 @@ void route_one(const Router& r, const float* logits, int32_t* experts, float* we
     float high = kLast;
     for (const Ranked& b : best) high = std::max(high, logits[b.id]);
     for (int64_t k = 0; k < r.K; ++k) {
-      const float l = logits[best[k].id];
-      sum += weights[k] = l == high ? 1.0f : std::exp(l - high);
+      sum += weights[k] = std::exp(logits[best[k].id] - high);
     }
     for (int64_t k = 0; k < r.K; ++k) weights[k] /= sum;
   } else {
@@ -81,11 +92,12 @@ void route(const Router& r, const float* logits, int64_t T, int32_t* experts, fl
   constexpr int64_t kTokens = 16;
   const int64_t tasks = (T + kTokens - 1) / kTokens;
   for_each(tasks, T * r.E < kParallelScores ? 1 : max_threads(), [&](int64_t i) {
-    std::vector<float> scores(static_cast<size_t>(r.E));
-    std::vector<Ranked> best;
-    best.reserve(static_cast<size_t>(r.K) + 1);
+    Workspace work;
+    work.logits.resize(static_cast<size_t>(r.E));
+    work.scores.resize(static_cast<size_t>(r.E));
+    work.best.reserve(static_cast<size_t>(r.K) + 1);
     for (int64_t t = i * kTokens; t < std::min(T, (i + 1) * kTokens); ++t)
-      route_one(r, logits + t * r.E, experts + t * r.K, weights + t * r.K, scores, best);
+      route_one(r, logits + t * r.E, experts + t * r.K, weights + t * r.K, work);
   });
 }
 

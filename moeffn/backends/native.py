@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..config import ACTIVATION_KINDS, Activation, Layout
+from ..config import ACTIVATION_KINDS, Activation, Layout, RouterConfig
 from ..types import ExpertWeights, Plan
 from . import native_backward
 from .base import Grads, Needs
@@ -89,15 +89,41 @@ class NativeBackend:
             weights.data_ptr(), apply_to == "input", y.data_ptr(), 0 if h is None else h.data_ptr())
         return y, h
 
-    def moe(self, x: Tensor, experts: Tensor, weights: Tensor, ew: ExpertWeights, *, apply_to: str) -> Tensor:
-        """Plan and forward in one call, for inference."""
+    def moe(self, x: Tensor, experts: Tensor, weights: Tensor, ew: ExpertWeights, *, apply_to: str,
+            shared: ExpertWeights | None = None, shared_gate: Tensor | None = None) -> Tensor:
+        """Plan and forward in one call, for inference: x (T, D), experts (T, K), weights (T, K) -> (T, D).
+
+        `shared` is a dense FFN (E = 1) over every token, times `shared_gate` (T,) when given, in the same parallel
+        region as the experts.
+        """
         T, D = x.shape
         experts, weights = experts.contiguous(), _float_weights(weights)
+        gate = None if shared_gate is None else shared_gate.float().contiguous()
         y = torch.empty((T, D), dtype=x.dtype)
         self.last_kernel = module().moe(
             _describe(ew), x.data_ptr(), _CODES[x.dtype], T, *x.stride(), experts.shape[1], experts.data_ptr(),
-            weights.data_ptr(), apply_to == "input", y.data_ptr())
+            weights.data_ptr(), apply_to == "input", y.data_ptr(), None if shared is None else _describe(shared),
+            0 if gate is None else gate.data_ptr())
         return y
+
+    def route(self, logits: Tensor, config: RouterConfig, selection_bias: Tensor | None = None
+              ) -> tuple[Tensor, Tensor] | None:
+        """experts (T, K) int32 and weights (T, K) float32 as `moeffn.route` gives them (weights to rounding), for plain
+        softmax and sigmoid routers; None for any other config."""
+        plain = RouterConfig(num_experts=config.num_experts, top_k=config.top_k, score=config.score, order=config.order,
+                             renormalize=config.renormalize, renorm_eps=config.renorm_eps, scale=config.scale,
+                             apply_to=config.apply_to)
+        if config != plain or config.score not in ("softmax", "sigmoid"):
+            return None
+        T, E = logits.shape
+        logits = logits.float().contiguous()
+        bias = None if selection_bias is None else selection_bias.float().contiguous()
+        ids = torch.empty((T, config.top_k), dtype=torch.int32)
+        weights = torch.empty((T, config.top_k))
+        module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"), config.order == "topk_score",
+                       config.renormalize, config.renorm_eps, config.scale, 0 if bias is None else bias.data_ptr(),
+                       ids.data_ptr(), weights.data_ptr())
+        return ids, weights
 
     def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
                  apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
