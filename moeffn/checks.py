@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,20 @@ def positive(name: str, value: object) -> None:
         raise bad_type(name, "a number", value)
     if not value > 0:
         raise bad(name, "a number above 0", value)
+
+
+def finite(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise bad_type(name, "a number", value)
+    if not math.isfinite(value):
+        raise bad(name, "a finite number", value)
+
+
+def non_negative(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise bad_type(name, "a number", value)
+    if not 0 <= value < math.inf:
+        raise bad(name, "a number of at least 0", value)
 
 
 def instance(name: str, value: object, cls: type | tuple[type, ...]) -> None:

@@ -161,6 +161,10 @@ class RouterConfig:
         checks.one_of("RouterConfig.identity_kind", self.identity_kind, ("identity", "skip"))
         checks.one_of("RouterConfig.apply_to", self.apply_to, ("output", "input"))
         checks.positive("RouterConfig.norm_p", self.norm_p)
+        checks.non_negative("RouterConfig.renorm_eps", self.renorm_eps)
+        checks.non_negative("RouterConfig.jitter_eps", self.jitter_eps)
+        checks.finite("RouterConfig.scale", self.scale)
+        checks.finite("RouterConfig.logit_scale", self.logit_scale)
         if self.logit_softcap is not None:
             checks.positive("RouterConfig.logit_softcap", self.logit_softcap)
         self._check_groups(classes)
@@ -170,6 +174,8 @@ class RouterConfig:
         if (self.score == "joint_logsigmoid") != (self.num_shared > 0):
             raise checks.bad("RouterConfig.num_shared", "> 0 exactly when score is 'joint_logsigmoid'",
                              self.num_shared)
+        if self.renormalize and self.score in ("sparsemixer", "joint_logsigmoid"):
+            raise checks.bad("RouterConfig.renormalize", f"False with score {self.score!r}", True)
         if self.score == "sqrtsoftplus" and self.order == "topk_score":
             raise checks.bad("RouterConfig.order", "'score_topk' with score 'sqrtsoftplus'", self.order)
 
@@ -236,6 +242,8 @@ class MoEConfig:
         checks.one_of("MoEConfig.shared_combine", self.shared_combine, ("sum", "average"))
         checks.instance("MoEConfig.activation", self.activation, Activation)
         object.__setattr__(self, "layout", checks.layout("MoEConfig.layout", self.layout, Layout))
+        if self.router is not None:
+            checks.instance("MoEConfig.router", self.router, RouterConfig)
         if self.router is None and self.top_k > self.num_experts:
             raise checks.bad("MoEConfig.top_k", f"at most num_experts = {self.num_experts}", self.top_k)
         route = self.router or RouterConfig(num_experts=self.num_experts, top_k=self.top_k, renormalize=self.top_k > 1)
@@ -249,6 +257,8 @@ class MoEConfig:
                              route.num_shared)
         if self.shared_gate and not self.d_shared:
             raise checks.bad("MoEConfig.shared_gate", "d_shared > 0", f"d_shared={self.d_shared}")
+        checks.non_negative("MoEConfig.aux_loss_coef", self.aux_loss_coef)
+        checks.non_negative("MoEConfig.z_loss_coef", self.z_loss_coef)
         if self.capacity_factor is not None:
             checks.positive("MoEConfig.capacity_factor", self.capacity_factor)
         object.__setattr__(self, "route", route)

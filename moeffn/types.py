@@ -47,6 +47,13 @@ class Routing:
         checks.shape("Routing.weights", self.weights, tuple(self.experts.shape), "that of Routing.experts (T, K)")
         checks.same_device("Routing.weights", self.weights, self.experts.device, "Routing.experts")
         checks.one_of("Routing.apply_to", self.apply_to, ("output", "input"))
+        T = self.experts.shape[0]
+        for name, t in (("logits", self.logits), ("shared_weights", self.shared_weights)):
+            if t is not None:
+                checks.tensor(f"Routing.{name}", t, 2)
+                checks.shape(f"Routing.{name}", t, (T, t.shape[1]), "T rows, as Routing.experts has")
+        if self.identity_weights is not None:
+            checks.shape("Routing.identity_weights", self.identity_weights, (T,), "(T,), as Routing.experts has")
         if self.experts.dtype != torch.int32:
             # An id beyond int32 must not wrap around into a valid expert.
             object.__setattr__(self, "experts", self.experts.clamp(-1, 2**31 - 1).to(torch.int32))

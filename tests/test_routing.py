@@ -67,10 +67,12 @@ def random_config(rng: random.Random) -> RouterConfig | None:
     E, Z, G = rng.choice([1, 2, 3, 8, 12, 33, 64]), rng.choice([0, 0, 1, 4]), rng.choice([1, 1, 2, 4])
     try:
         return RouterConfig(
-            num_experts=E, top_k=rng.randint(1, min(E + Z, 8)), num_identity_experts=Z, score=score,  # type: ignore[arg-type]
-            order=rng.choice(["score_topk", "topk_score"]), num_groups=G, topk_groups=rng.randint(1, G),
-            group_reduce=rng.choice(["max", "sum_top2"]), group_fill=rng.choice(["neg_inf", "zero"]),
-            renormalize=rng.random() < 0.5, norm_p=rng.choice([1.0, 1.0, 2.0, 0.5]),
+            num_experts=E, top_k=rng.randint(1, min(E + Z, 8)), num_identity_experts=Z,
+            score=score,  # type: ignore[arg-type]
+            order=rng.choice(["score_topk", "topk_score"]),
+            num_groups=G, topk_groups=rng.randint(1, G), group_reduce=rng.choice(["max", "sum_top2"]),
+            group_fill=rng.choice(["neg_inf", "zero"]), norm_p=rng.choice([1.0, 1.0, 2.0, 0.5]),
+            renormalize=score not in ("sparsemixer", "joint_logsigmoid") and rng.random() < 0.5,
             renorm_eps=rng.choice([0.0, 1e-20, 1e-6]), renorm_eps_mode=rng.choice(["add", "clamp"]),
             scale=rng.choice([1.0, 2.5]), logit_scale=rng.choice([1.0, 0.17677]),
             logit_softcap=rng.choice([None, None, 5.0]), identity_kind=rng.choice(["identity", "skip"]),

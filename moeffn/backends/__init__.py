@@ -38,13 +38,16 @@ def available(name: str, device: torch.device, dtype: torch.dtype) -> str | None
         return f"not built or not installed ({error})"
 
 
-@torch.compiler.assume_constant_result
 def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that will run: "auto" takes the first available of native, torch on a CPU and triton, torch on a GPU.
 
     A backend asked for by name is taken or refused: ValueError with the reason, never another.
     """
     return _resolve(backend, device, dtype)
+
+
+# What torch.compiler.assume_constant_result does; calling it would import torch._dynamo (seconds) and triton right here.
+resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

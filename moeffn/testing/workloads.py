@@ -140,7 +140,7 @@ def errors(got: Tensor, exact: Tensor) -> Errors:
         if d.numel() == 0:
             return 0.0
         ratio = torch.where(e > 0, d / e, torch.where(d == 0, 0.0, torch.inf))
-        return float(ratio.nan_to_num(nan=torch.inf).max())
+        return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
     return Errors(relative(diff.norm(), want.norm()), relative(diff.norm(dim=1), want.norm(dim=1)))
 
@@ -153,8 +153,10 @@ def error_budget(run: Callable[..., Tensor], plain: Callable[..., Tensor], *inpu
     gradients are taken with one random cotangent, for the inputs that require a gradient. No error is asked to be
     below the rounding unit of `dtype`. Meant for inputs of unit variance.
 
-    Returns the budgets; raises AssertionError naming those that are not met.
+    Returns the budgets; raises AssertionError naming those that are not met, ValueError for another dtype.
     """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise checks.bad("dtype", "one narrower than float64, in which the exact result is taken", dtype)
     cotangent: list[Tensor] = []
 
     def evaluate(function: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:

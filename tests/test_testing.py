@@ -1,0 +1,468 @@
+"""Each check of moeffn.testing fails on a router, plan or layer broken in just that way, and passes on a good one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from moeffn import DenseFFN, MoEConfig, MoEFFN, Plan, Router, RouterConfig, Routing, load_stats, plan, reference, route
+from moeffn.testing import (
+    CheckReport,
+    check_layer,
+    check_plan,
+    check_router,
+    error_budget,
+    errors,
+    make_routing,
+)
+
+EIGHT = RouterConfig(num_experts=8, top_k=3)
+Answer = tuple[Tensor, Tensor]
+
+
+def good(z: Tensor) -> Answer:
+    r = route(z, EIGHT)
+    return r.experts, r.weights
+
+
+# ---- routers: each is broken in one way ----------------------------------------------------------------------------
+
+
+def same_expert_thrice(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return ids[:, :1].expand(-1, 3), w
+
+
+def ids_from_one(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return ids + 1, w
+
+
+def raw_logits_as_weights(z: Tensor) -> Answer:
+    ids, _ = good(z)
+    return ids, z.gather(1, ids.long())
+
+
+def renormalised(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return ids, w / w.sum(1, keepdim=True)
+
+
+def bfloat16_choice(z: Tensor) -> Answer:
+    ids = torch.sort(z.to(torch.bfloat16), stable=True, descending=True).indices[:, :3]
+    return ids, torch.softmax(z, -1).gather(1, ids)
+
+
+def ties_to_the_highest(z: Tensor) -> Answer:
+    r = route(z.flip(1), EIGHT)
+    return 7 - r.experts, r.weights
+
+
+def nan_spreads(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return ids, w + 0.0 * z.sum()
+
+
+def nan_gives_expert_zero(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return torch.where(z.isnan().any(1, keepdim=True), 0, ids), w
+
+
+def positional(z: Tensor) -> Answer:
+    return good(z + torch.sin(torch.arange(z.numel()).view_as(z)))
+
+
+def softmax_over_tokens(z: Tensor) -> Answer:
+    return good(torch.softmax(z, 0) * 20)
+
+
+def noisy(z: Tensor) -> Answer:
+    return good(z + 0.1 * torch.randn_like(z))
+
+
+def gradient_twice(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return ids, 2 * w - w.detach()
+
+
+def detached(z: Tensor) -> Answer:
+    ids, w = good(z)
+    return ids, w.detach()
+
+
+def needs_a_token(z: Tensor) -> Answer:
+    z.max(0)
+    return good(z)
+
+
+BROKEN_ROUTERS: dict[str, tuple[Callable[[Tensor], Answer], str]] = {
+    "valid": (same_expert_thrice, "token 0: expected 3 distinct ids in 0..7"),
+    "valid ids": (ids_from_one, "expected 3 distinct ids in 0..7"),
+    "valid weights": (raw_logits_as_weights, "expected finite weights of at least 0"),
+    "oracle": (renormalised, "token 0: expected ids"),
+    "float32 selection": (bfloat16_choice, "the largest float32 logit"),
+    "ties": (ties_to_the_highest, r"expected the lowest ids \[0, 1, 2\] for equal logits .*got \[[567, ]+\]"),
+    "bad rows": (nan_spreads, "row 2 of 5 all NaN: token 0: expected finite weights"),
+    "bad rows ids": (nan_gives_expert_zero, r"row 2 of 5 all NaN: token 2: expected 3 distinct ids.*got \[0, 0, 0\]"),
+    "token order": (positional, "when tokens change places"),
+    "one token": (softmax_over_tokens, "token 0: expected no change when only token 17 changes"),
+    "determinism": (noisy, "of the first run"),
+    "gradient": (gradient_twice, "along a random direction of the input"),
+    "router gradient": (detached, "weights that depend on the input .*got no gradient"),
+    "empty batch": (needs_a_token, "raised IndexError"),
+}
+
+
+def failed(call: Callable[[], CheckReport]) -> str:
+    with pytest.raises(AssertionError) as info:
+        call()
+    return str(info.value)
+
+
+@pytest.mark.parametrize("case", BROKEN_ROUTERS)
+def test_broken_router_is_found(case: str) -> None:
+    router, message = BROKEN_ROUTERS[case]
+    name = case.removesuffix(" ids").removesuffix(" weights")
+    config = EIGHT if name == "oracle" else None
+    text = failed(lambda: check_router(router, num_experts=8, top_k=3, config=config))
+    line = next(x for x in text.splitlines() if x.startswith(f"FAILED   {name}:"))
+    assert re.search(message, line), line
+
+
+def test_good_routers_pass() -> None:
+    report = check_router(good, num_experts=8, top_k=3)
+    assert report.skipped == {"oracle": "no RouterConfig given"} and len(report.passed) == 10
+    everything = check_router(functools.partial(route, config=EIGHT), config=EIGHT)
+    assert not everything.skipped and len(everything.passed) == 11
+    assert not check_router(Router(16, RouterConfig(num_experts=8, top_k=2, score="sigmoid", renormalize=True))).skipped
+
+
+class HalfPrecisionRouter(nn.Module):
+    """Logits in the dtype of the model, as many routers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 16, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = linear(x, self.weight)
+        weights, ids = torch.softmax(logits, -1).topk(4, -1)
+        return logits, weights, ids
+
+
+def test_a_users_module_with_bfloat16_logits_is_found() -> None:
+    # vllm-project/vllm#14027: finite, plausible, and other experts
+    router = HalfPrecisionRouter().train()
+    text = failed(lambda: check_router(router, num_experts=32, top_k=4))
+    assert "FAILED   float32 selection" in text and "tokens differ" in text
+    assert "passed   token order" in text and "passed   gradient" in text  # the rest of it is right
+    assert router.training  # left as it came
+
+
+@pytest.mark.filterwarnings("ignore:RouterConfig with top_k=1")
+def test_top1_renormalised_router_is_found() -> None:
+    # NVIDIA/Megatron-LM#894
+    one = RouterConfig(num_experts=8, top_k=1, renormalize=True)
+    text = failed(lambda: check_router(functools.partial(route, config=one), config=one))
+    assert text.count("FAILED") == 1 and "FAILED   router gradient" in text and "with top_k = 1" in text
+    report = check_router(functools.partial(route, config=one), config=one, skip=["router gradient"])
+    assert report.skipped == {"router gradient": "asked for"}
+
+
+def test_strict_routers_may_refuse_nan() -> None:
+    def strict(z: Tensor) -> Answer:
+        if not bool(z.isfinite().all()):
+            raise ValueError("router logits are not finite")
+        return good(z)
+
+    assert "not finite" in check_router(strict, num_experts=8, top_k=3).skipped["bad rows"]
+
+
+def test_check_router_arguments() -> None:
+    with pytest.raises(TypeError, match="num_experts: expected an int, got NoneType"):
+        check_router(good)
+    with pytest.raises(ValueError, match="skip: expected one of 'valid'"):
+        check_router(good, num_experts=8, top_k=3, skip=["validity"])
+    with pytest.raises(ValueError, match="takes: expected one of"):
+        check_router(good, num_experts=8, top_k=3, takes="words")  # type: ignore[arg-type]
+    assert "a tuple with integer ids" in failed(lambda: check_router(lambda z: z, num_experts=8, top_k=3))
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+def miscounted(ids: Tensor, E: int) -> Plan:
+    p = plan(ids, E)
+    return Plan(p.counts.clamp(max=1), p.offsets, p.slot_of_row, p.row_of_slot)
+
+
+def row_twice(ids: Tensor, E: int) -> Plan:
+    p = plan(ids, E)
+    return Plan(p.counts, p.offsets, p.slot_of_row.clamp(min=0), p.row_of_slot.clamp(max=3))
+
+
+def unstable(ids: Tensor, E: int) -> Plan:
+    p = plan(ids, E)
+    slots = p.slot_of_row.clone()
+    for a, b in zip(p.offsets.tolist(), p.offsets.tolist()[1:], strict=False):
+        slots[a:b] = slots[a:b].flip(0)
+    rows = p.row_of_slot.clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            rows[slot] = row
+    return Plan(p.counts, p.offsets, slots, rows)
+
+
+def test_plans() -> None:
+    for make in (plan, reference.plan):
+        assert check_plan(make).passed == ["counts", "bijection", "stable order"]
+    for make, name, other in ((miscounted, "counts", "bijection"), (row_twice, "bijection", "counts"),
+                              (unstable, "stable order", "bijection")):
+        text = failed(functools.partial(check_plan, make))
+        assert f"FAILED   {name}" in text and f"passed   {other}" in text
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+def moe(**kwargs: Any) -> MoEFFN:
+    torch.manual_seed(0)
+    return MoEFFN(MoEConfig(d_model=16, d_expert=12, num_experts=8, top_k=2, **kwargs))
+
+
+class Around(nn.Module):
+    """A good layer with something done to its input or output."""
+
+    def __init__(self, change: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.change = moe(), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x, self.inner)
+
+
+class _GradientTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+def refuses_empty(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    x.reshape(-1, 16).max(0)
+    return f(x)
+
+
+BROKEN_LAYERS: dict[str, tuple[Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor], str]] = {
+    "shape": (lambda x, f: f(x).double() if x.dtype == torch.float32 else f(x), "expected torch.float32"),
+    "token order": (lambda x, f: f(x) + torch.arange(x.shape[1]).to(x.dtype)[:, None], "move with their tokens"),
+    "one token": (lambda x, f: f(x - x.mean((0, 1))) if x.numel() else f(x), "when only token 17 changes"),
+    "bad token": (lambda x, f: f(x) + 0.0 * x.sum(), "when only token 17 becomes nan"),
+    "equal tokens": (lambda x, f: f(x) * torch.linspace(1, 2, x.shape[1], dtype=x.dtype)[:, None], "for equal tokens"),
+    "token alone": (lambda x, f: f(x) if x.shape[1] != 1 else 1.1 * f(x), "the output it has in a batch"),
+    "empty batch": (refuses_empty, "raised IndexError"),
+    "determinism": (lambda x, f: f(x) + 1e-3 * torch.randn_like(x), "output of the first run"),
+    "gradient": (lambda x, f: f(_GradientTwice.apply(x)), "along a random direction of the input"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_LAYERS)
+def test_broken_layer_is_found(name: str) -> None:
+    change, message = BROKEN_LAYERS[name]
+    text = failed(lambda: check_layer(Around(change)))
+    line = next(x for x in text.splitlines() if x.startswith(f"FAILED   {name}:"))
+    assert message in line, line
+    assert "skipped  conservation: give routing= and weights=" in text
+
+
+def test_good_layers_pass() -> None:
+    for layer in (moe(), moe(d_shared=8, shared_gate=True, shared_combine="average", bias=True)):
+        report = check_layer(layer)
+        assert len(report.passed) == 11 and not report.skipped, str(report)
+    # a dense FFN and a plain Sequential are layers, too
+    assert len(check_layer(DenseFFN(16, 20)).passed) == 9
+    assert len(check_layer(nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16))).passed) == 9
+
+
+def test_a_layer_that_loses_a_slot_is_found() -> None:
+    layer = moe()
+    whole = layer.experts.forward
+
+    def loses_the_second(x: Tensor, routing: Routing, **kwargs: Any) -> Tensor:
+        experts = routing.experts.clone()
+        experts[::2, 1] = -1
+        return whole(x, Routing(experts, routing.weights), **kwargs)
+
+    layer.experts.forward = loses_the_second  # type: ignore[method-assign]
+    text = failed(lambda: check_layer(layer, skip=["gradient"]))
+    assert "FAILED   conservation: token 0: expected the weighted sum over experts" in text
+
+
+def test_a_layer_that_trains_idle_experts_is_found() -> None:
+    layer = moe()
+    whole = layer.experts.forward
+    layer.experts.forward = lambda x, r, **k: whole(x, r, **k) + 1e-3 * layer.experts.w_in.sum()  # type: ignore
+    text = failed(lambda: check_layer(layer))
+    assert "FAILED   idle experts: expected a gradient of exactly 0" in text and "of w_in" in text
+
+
+def test_a_layer_with_a_capacity_drops_equal_tokens() -> None:
+    assert "FAILED   equal tokens" in failed(lambda: check_layer(moe(capacity_factor=1.0)))
+
+
+@pytest.mark.parametrize("router", [
+    RouterConfig(num_experts=8, top_k=2, score="sigmoid", order="topk_score", apply_to="input"),
+    RouterConfig(num_experts=8, top_k=2, num_identity_experts=4, scale=2.0),
+], ids=["weights on the input", "identity experts"])
+def test_layers_with_other_mixtures_pass(router: RouterConfig) -> None:
+    assert "conservation" in check_layer(moe(router=router)).passed
+
+
+def test_a_users_own_block_is_accounted_for() -> None:
+    """A loop over experts that returns (y, logits), judged with routing= and weights=."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = moe()
+
+        def routing(self, x: Tensor) -> Routing:
+            return route(linear(x, self.inner.router.weight), self.inner.config.route)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            flat = x.reshape(-1, 16)
+            r = self.routing(flat)
+            assert r.logits is not None
+            y = torch.zeros_like(flat)
+            for e in range(8):
+                token, k = (r.experts == e).nonzero(as_tuple=True)
+                out = reference.one_expert(flat[token], self.inner.experts.weights, e)
+                y = y.index_add(0, token, (r.weights[token, k, None] * out).to(y.dtype))
+            return y.view_as(x), r.logits
+
+    block = Block()
+    report = check_layer(block, routing=block.routing, weights=block.inner.experts.weights)
+    assert {"conservation", "idle experts", "gradient"} <= set(report.passed)
+
+
+# ---- routings ------------------------------------------------------------------------------------------------------
+
+
+SPECS = ["uniform", "balanced", "zipf:1.2", "zipf:0", "hot:2", "hot:5", "single", "zero-expert"]
+UNKNOWN = ["", "zipf", "zipf:x", "zipf:-1", "hot", "hot:0", "hot:9", "single:1", "even", "balanced:2"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 4), (1, 1, 1), (50, 3, 7), (40, 8, 8)], ids=str)
+def test_routings_are_valid_and_fixed_by_the_seed(spec: str, T: int, K: int, E: int) -> None:
+    if spec.startswith("hot:") and int(spec[4:]) > E:
+        return
+    r = make_routing(spec, T, K, E, seed=5)
+    assert r.experts.shape == (T, K) and r.experts.dtype == torch.int32
+    assert all(len(set(row)) == K and min(row) >= 0 and max(row) < E for row in r.experts.tolist())
+    assert bool((r.weights > 0).all()) and torch.allclose(r.weights.sum(1), torch.ones(T))
+    again, other = make_routing(spec, T, K, E, seed=5), make_routing(spec, T, K, E, seed=6)
+    assert torch.equal(again.experts, r.experts) and torch.equal(again.weights, r.weights)
+    assert T * K < 2 or not torch.equal(other.weights, r.weights)
+
+
+def test_routings_have_the_skew_they_say() -> None:
+    # vllm-project/vllm#57100; sgl-project/sglang#25571: a "balanced" generator that left experts idle
+    T, K, E = 2000, 4, 32
+
+    def counts(spec: str) -> list[int]:
+        return sorted(load_stats(make_routing(spec, T, K, E), E).counts.tolist(), reverse=True)
+
+    assert counts("balanced") == [250] * 32
+    assert max(load_stats(make_routing("balanced", 7, 3, 32), 32).counts.tolist()) == 1
+    assert max(counts("uniform")) < 1.25 * 250 and min(counts("uniform")) > 0.75 * 250
+    assert counts("single") == [T] * 4 + [0] * 28
+    assert counts("hot:6")[6:] == [0] * 26 and min(counts("hot:6")[:6]) > 0.9 * T * K / 6
+    assert counts("hot:2")[:2] == [T, T] and counts("hot:2")[2] < 250
+    assert counts("zero-expert")[16:] == [0] * 16 and counts("zero-expert")[15] > 400
+    zipf = counts("zipf:1")
+    assert zipf[0] > 4 * zipf[8] > 8 * zipf[31] > 0  # skewed, and nobody is without tokens
+    assert counts("zipf:2")[0] > zipf[0]
+
+
+def test_trace(tmp_path: Path) -> None:
+    ids = np.array([[0, 3], [2, 1], [-1, 0]])
+    np.save(tmp_path / "a.npy", ids)
+    np.savez(tmp_path / "a.npz", ids=ids)
+    np.savetxt(tmp_path / "a.csv", ids, fmt="%d", delimiter=",")
+    (tmp_path / "a.json").write_text(json.dumps(ids.tolist()))
+    torch.save(torch.from_numpy(ids), tmp_path / "a.pt")
+    for kind in ("npy", "npz", "csv", "json", "pt"):
+        r = make_routing(f"trace:{tmp_path}/a.{kind}", 5, 2, 4)
+        assert r.experts.tolist() == [[0, 3], [2, 1], [-1, 0], [0, 3], [2, 1]]
+    for path, K, E, message in ((f"{tmp_path}/a.npy", 3, 4, "K = 3"), (f"{tmp_path}/a.npy", 2, 3, "-1 .. 2"),
+                                ("", 2, 4, "an existing file"), (__file__, 2, 4, "a .npy, .npz")):
+        with pytest.raises(ValueError, match=message):
+            make_routing(f"trace:{path}", 5, K, E)
+
+
+@pytest.mark.parametrize("spec", UNKNOWN)
+def test_unknown_routings_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match="routing: expected one of uniform, balanced, zipf:A"):
+        make_routing(spec, 4, 2, 8)
+
+
+def test_routing_with_more_choices_than_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="K: expected at most E = 4, got 5"):
+        make_routing("uniform", 4, 5, 4)
+
+
+# ---- error budgets -------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_relative_and_by_row() -> None:
+    exact = torch.tensor([[3.0, 4.0], [0.0, 0.0], [30.0, 40.0]])
+    off = torch.tensor([[0.0, 0.5], [0.0, 0.0], [0.0, 0.0]])
+    e = errors(exact + off, exact)
+    assert e.worst_row == pytest.approx(0.1) and e.frobenius == pytest.approx(0.5 / (25 + 2500) ** 0.5)
+    spoilt = exact.clone()
+    spoilt[1, 0] = 1e-9
+    assert errors(spoilt, exact).worst_row == float("inf")
+    assert errors(torch.full((1, 2), float("nan")), exact[:1]).frobenius == float("inf")
+    assert errors(exact[:0], exact[:0]).worst_row == 0.0
+
+
+def test_error_budget_tells_good_from_bad() -> None:
+    x, w = torch.randn(40, 64).requires_grad_(), (torch.randn(64, 64) / 8).requires_grad_()
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x @ w.T) @ w
+
+    def chunked(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([plain(part, w) for part in x.split(7)])
+
+    def one_bad_row(x: Tensor, w: Tensor) -> Tensor:
+        y = plain(x, w)
+        return torch.where(torch.arange(40)[:, None] == 3, y * 1.05, y)
+
+    def rough_gradient(x: Tensor, w: Tensor) -> Tensor:
+        return plain(_GradientTwice.apply(x), w)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        budgets = error_budget(chunked, plain, x, w, dtype=dtype)
+        assert [b.name for b in budgets] == ["output", "gradient of input 0", "gradient of input 1"]
+        with pytest.raises(AssertionError, match=f"error budget in {dtype} not met\n  output"):
+            error_budget(one_bad_row, plain, x, w, dtype=dtype)
+        with pytest.raises(AssertionError, match="not met\n  gradient of input 0: Frobenius"):
+            error_budget(rough_gradient, plain, x, w, dtype=dtype)
+    assert [b.name for b in error_budget(chunked, plain, x.detach(), w.detach(), dtype=torch.float32)] == ["output"]
+    with pytest.raises(ValueError, match="dtype: expected one narrower than float64"):
+        error_budget(chunked, plain, x, w, dtype=torch.float64)
