@@ -81,6 +81,11 @@ def swish_after(self, h):
     return nn.functional.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
 
+def wide_gelu(self, h):
+    gate, up = h.chunk(2, -1)
+    return (nn.functional.gelu(gate.float()) * up.float()).to(h.dtype)
+
+
 VARIANTS = {
     "plain": {}, "transposed": {"is_transposed": True}, "bias": {"has_bias": True},
     "no gate": {"has_gate": False, "act": nn.GELU()}, "no gate, all flags": {
@@ -194,6 +199,11 @@ def test_a_gate_that_no_activation_expresses_is_refused_and_nothing_changes():
     report = replace_ffn(holder, on_unsupported="leave")
     assert [r.name for r in report.replaced] == ["good"] and [x.name for x in report.left] == ["odd"]
     assert "_apply_gate" in report.left[0].reason
+
+
+def test_a_gate_in_float32_is_recognised():
+    spec = contract.read_spec(make(gate=wide_gelu))
+    assert (spec.activation.kind, spec.activation.limit) == ("gelu", None)
 
 
 def test_a_layout_flag_that_the_gate_contradicts_is_refused():

@@ -27,17 +27,18 @@ def call(block, row, x):
     return out if isinstance(out, tuple) else (out,)
 
 
-def both(row, dtype, shape=(2, 12, 32), training=False):
+def both(row, dtype, training=False, **options):
     """Outputs, input gradient and parameter gradients of the family's own block and of the replaced one."""
-    own = hf_blocks.build(row, dtype)
+    own = hf_blocks.build(row, dtype, **options)
     block = copy.deepcopy(own)
     report = replace_ffn(block)
-    x0 = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x0 = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     results = []
     for module in (own, block):
         module.train(training)
+        torch.manual_seed(3)
         x = x0.clone().requires_grad_()
-        out = call(module, row, x)
+        out = call(module, row, x * 1)  # routers with jitter scale their input in place
         out[0].backward(torch.randn(out[0].shape, generator=torch.Generator().manual_seed(2)).to(dtype))
         results.append((out, x.grad, {n: p.grad for n, p in module.named_parameters()}))
     return report, *results
@@ -66,6 +67,43 @@ def test_float32(row):
 def test_float64(row):
     _, own, got = both(row, torch.float64)
     agree(own, got, 1e-6 if row.family in FLOAT32_INSIDE else 1e-11)
+
+
+OPTIONS = [  # settings of a family that take another path than its defaults
+    ("cohere2_moe", {"expert_selection_fn": "sigmoid"}), ("cohere2_moe", {"num_shared_experts": 0}),
+    ("longcat_flash", {"zero_expert_num": 0}),
+    ("dbrx", {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 32,
+                             "moe_normalize_expert_weights": None, "ffn_act_fn": {"name": "gelu"}}}),
+    ("switch_transformers", {"expert_capacity": 2}), ("nemotron_h", {"moe_latent_size": None}),
+    ("inkling", {"n_shared_experts": 2}), ("hy_v3", {"enable_moe_fp32_combine": True}),
+    ("qwen3_moe", {"hidden_act": "quick_gelu"}), ("beam", {"hidden_act": "gelu"}),
+    ("mixtral", {"router_jitter_noise": 0.1}), ("llama4", {"num_experts_per_tok": 1}),
+    ("llama4", {"num_experts_per_tok": 8}), ("jetmoe", {"num_experts_per_tok": 8}),
+    ("laguna", {"moe_router_logit_softcapping": 3.0}), ("minimax_m3_vl", {"swiglu_limit": 0.5}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), OPTIONS, ids=lambda v: v if isinstance(v, str) else next(iter(v)))
+def test_options_in_evaluation_and_training(family, options):
+    row = next(r for r in ROWS if r.family == family)
+    for training in (False, True):
+        _, own, got = both(row, torch.float64, training, **options)
+        agree(own, got, 1e-6 if family in FLOAT32_INSIDE else 1e-11)
+
+
+def test_an_expert_that_a_capacity_drops_contributes_nothing():
+    row = next(r for r in ROWS if r.family == "switch_transformers")
+    _, own, got = both(row, torch.float64, expert_capacity=1)
+    dropped = own[0][0].flatten(0, 1).abs().sum(1) == 0
+    assert 0 < dropped.sum() < 24 and torch.equal(got[0][0].flatten(0, 1).abs().sum(1) == 0, dropped)
+
+
+@pytest.mark.parametrize("act", ["tanh", "mish", "gelu_10"])
+def test_activations_that_cannot_be_computed_are_refused(act):
+    row = next(r for r in ROWS if r.family == "qwen3_moe")
+    with pytest.raises(ValueError, match="Qwen3MoeExperts"):
+        replace_ffn(hf_blocks.build(row, hidden_act=act))
 
 
 def test_unsupported_families_are_named_with_the_reason():

@@ -65,7 +65,7 @@ def _elementwise(fn: Callable[[Tensor], Tensor]) -> Activation | None:
     if not isinstance(got, Tensor):
         return None
     for act in UNGATED:
-        if close(got, activate(x, act, Layout.CONCAT)):
+        if close(got, activate(x, act, Layout.CONCAT), 1 + x.abs()):
             return act
     return None
 
@@ -81,11 +81,8 @@ def gate(fn: Callable[[Tensor], Tensor], numbers: Iterable[float], layout: Layou
         return None
     if not isinstance(got, Tensor) or got.shape != (h.shape[0], h.shape[1] // 2):
         return None
-    for act in candidates(numbers):
-        want = activate(h, act, layout)
-        if close(got, want):
-            return act
-    return None
+    scale = 1 + activate(h.abs(), Activation(kind="identity"), layout)  # |gate * up|: what float32 inside rounds at
+    return next((act for act in candidates(numbers) if close(got, activate(h, act, layout), scale)), None)
 
 
 UNGATED = (*(Activation(kind=k, gated=False) for k in ACTIVATION_KINDS),  # type: ignore[arg-type]
