@@ -1,6 +1,7 @@
 """Counts from a config against counts of the live model that transformers builds from it, on the meta device."""
 
 import importlib.util
+import os
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 # family: what to change in transformers' default config, so that every branch of the family's structure is built.
 # Defaults of full size are kept where nothing is said (on the meta device size costs nothing).
-FAMILIES = [
+MIXTURES = [
     ("mixtral", {}), ("minimax", {}), ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     ("qwen2_moe", {"qkv_bias": False}), ("qwen3_moe", {"attention_bias": True, "decoder_sparse_step": 3}),
     ("qwen3_vl_moe_text", {}), ("qwen3_next", {"attention_bias": True}), ("qwen3_5_moe_text", {}), ("olmoe", {}),
@@ -25,7 +26,7 @@ FAMILIES = [
     ("deepseek_v32", {}), ("deepseek_v4", {}), ("ernie4_5_moe", {"use_bias": True}), ("mistral4", {}),
     ("gemma4_text", {"num_kv_shared_layers": 10, "use_double_wide_mlp": True}),
     ("gemma4_text", {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}),
-     ("granitemoeshared", {"shared_intermediate_size": 77, "attention_bias": True}),
+    ("granitemoe", {}), ("granitemoeshared", {"shared_intermediate_size": 77, "attention_bias": True}),
     ("granitemoehybrid", {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}),
     ("granitemoe_swa", {}), ("jetmoe", {}), ("gpt_oss", {}), ("openai_privacy_filter", {}),
     ("llama4_text", {"interleave_moe_layer_step": 2}),
@@ -42,19 +43,24 @@ FAMILIES = [
     ("hy_v3", {}), ("axk1", {}), ("sarvam_mla", {}), ("sarvam_moe", {}), ("aria_text", {}), ("lara_mini", {}),
     ("minimax_m3_vl_text", {"num_hidden_layers": 2, "layer_types": ["full_attention", "minimax_m3_sparse"],
                             "mlp_layer_types": ["dense", "sparse"]}),
-    ("switch_transformers", {}), ("nllb-moe", {}),
-    ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {}),
-    ("qwen3_5_text", {}), ("gemma2", {}), ("gemma3_text", {}), ("olmo", {}), ("olmo2", {}),
-    ("olmo3", {}), ("phi", {}), ("phi3", {}), ("gpt2", {}), ("gpt_neo", {}),
-     ("bloom", {}), ("falcon", {}), ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}),
-    ("starcoder2", {}), ("stablelm", {}), ("cohere", {"use_qk_norm": True}),
-      ("glm4", {}), ("seed_oss", {}), ("nemotron", {"num_key_value_heads": 8}),
-    ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2}), ("mamba", {}), ("mamba2", {}),
-     ("arcee", {}), ("apertus", {}), ("hunyuan_v1_dense", {"head_dim": 128}), ("mpt", {}),
-      ("lfm2", {"layer_types": ["conv", "full_attention"] * 16, "conv_bias": True}),
-    ("falcon_h1", {}),
-    ("distilbert", {}),
+    ("switch_transformers", {}), ("nllb-moe", {"encoder_layers": 4, "decoder_layers": 4, "num_experts": 8}),
 ]
+# Dense families: CI builds one of each kind, all of them with MOEFFN_ALL_FAMILIES=1.
+DENSE = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}), ("mistral", {}), ("qwen2", {}), ("qwen3", {}),
+    ("qwen3_5_text", {}), ("gemma", {}), ("gemma2", {}), ("gemma3_text", {}), ("olmo", {}), ("olmo2", {}),
+    ("olmo3", {}), ("phi", {}), ("phi3", {}), ("gpt2", {}), ("gpt_neo", {}), ("gpt_neox", {}), ("gptj", {}),
+    ("opt", {}), ("bloom", {}), ("falcon", {}), ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}),
+    ("starcoder2", {}), ("stablelm", {}), ("cohere", {"use_qk_norm": True}), ("cohere2", {}), ("granite", {}),
+    ("smollm3", {}), ("glm", {}), ("glm4", {}), ("exaone4", {}), ("seed_oss", {}),
+    ("nemotron", {"num_key_value_heads": 8}), ("t5", {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2}),
+    ("mamba", {}), ("mamba2", {}), ("gpt_bigcode", {}), ("arcee", {}), ("apertus", {}),
+    ("hunyuan_v1_dense", {"head_dim": 128}), ("mpt", {}), ("ernie4_5", {}), ("helium", {}),
+    ("lfm2", {"layer_types": ["conv", "full_attention"] * 16, "conv_bias": True}), ("falcon_h1", {}),
+    ("ministral3", {}), ("minicpm3", {}), ("distilbert", {}),
+]
+KINDS = ("llama", "qwen2", "gemma3_text", "olmo2", "gpt2", "t5", "mamba2", "lfm2", "falcon_h1", "distilbert")
+FAMILIES = MIXTURES + [case for case in DENSE if case[0] in KINDS or os.environ.get("MOEFFN_ALL_FAMILIES")]
 LIVE_TOP_K = {"switch_transformers": 1, "nllb-moe": 2}  # their modules do not say it
 
 

@@ -19,8 +19,8 @@ from .traffic import Traffic, distinct_groups, expert_counts, imbalance, traffic
 
 __all__ = [
     "FORMATS", "VENDORS", "Block", "Bound", "Cluster", "ClusterPlan", "Convention", "Cost", "Count", "DecodeBytes",
-    "Device", "Format", "LayerCount", "Memory", "PartCount", "Point", "Preset", "SavedActivations", "Stored", "Traffic",
-    "Workload", "block", "clusters", "cost", "count", "decode_bytes", "devices", "distinct_groups", "expert_counts", "find_preset",
-    "imbalance", "matching", "measure_this_machine", "measured_device", "plan_cluster", "prefill", "presets",
-    "roofline", "saved_activations", "stored", "traffic", "training_memory",
+    "Device", "Format", "LayerCount", "Memory", "PartCount", "Point", "Preset", "SavedActivations", "Stored",
+    "Traffic", "Workload", "block", "clusters", "cost", "count", "decode_bytes", "devices", "distinct_groups",
+    "expert_counts", "find_preset", "imbalance", "matching", "measure_this_machine", "measured_device",
+    "plan_cluster", "prefill", "presets", "roofline", "saved_activations", "stored", "traffic", "training_memory",
 ]

@@ -271,7 +271,8 @@ def minicpm3(k: Keys) -> Architecture:
                                             norm(d, copies=2))] * n, tied=True)
 
 
-@family("mistral3", "llava", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+@family("mistral3", "llava", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "aria",
+        "deepseek_vl_v2", "kimi_vl")
 def multimodal(k: Keys) -> Architecture:
     """The language model of a vision-language config, by the `model_type` inside; the vision tower is excluded."""
     from .families import FAMILIES

@@ -6,7 +6,7 @@ from .families import block, decoder, family, first_dense, heads_of, predictor, 
 from .ffns import dense, moe
 from .mixers import Mixed, gqa
 from .reader import Keys
-from .weights import Architecture, Layer, norm
+from .weights import Architecture, Layer, matrix, norm
 
 
 def _sizes(k: Keys) -> tuple[int, int]:
@@ -135,7 +135,12 @@ def ernie(k: Keys) -> Architecture:
     plain = dense(d, k.integer("intermediate_size"), bias=bias) if not all(sparse) else []
     layers = [block("sparse" if on else "dense", gqa(d, heads, kv, width, bias="qkvo" if bias else ""),
                     ffn if on else plain, norm(d, copies=2)) for on in sparse]
-    return decoder(k, "ernie4_5_moe", d, layers, tied=True, head_bias=bias)
+    # A prediction layer is dense and has its own projection and two more norms.
+    count = k.integer("num_nextn_predict_layers", absent=0, minimum=0)
+    dense_ffn = dense(d, k.integer("intermediate_size"), bias=bias) if count else []
+    entry = matrix("other", d, 2 * d, bias) + norm(d, copies=4)
+    mtp = (block("mtp", gqa(d, heads, kv, width, bias="qkvo" if bias else ""), dense_ffn, entry),) * count
+    return decoder(k, "ernie4_5_moe", d, layers, tied=True, head_bias=bias, mtp=mtp)
 
 
 @family("hunyuan_v1_moe", "hunyuan", "hunyuan_moe")
