@@ -15,7 +15,7 @@ _HOMES = {
     "balance": ("load_balance_loss", "z_loss", "update_selection_bias", "load_stats", "attach_loss"),
     "functional": ("moe_ffn", "expert_ffn", "dense_ffn", "last_backend"),
     "layer": ("Router", "Experts", "MoEFFN", "DenseFFN"),
-    "permute": ("plan", "permute", "unpermute"),
+    "permutation": ("plan", "permute", "unpermute"),
     "backends": ("Grads", "resolve"),
     "upcycling": ("upcycle", "UpcycleReport"),
 }

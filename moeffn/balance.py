@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import checks
 from .config import RouterConfig
-from .permute import sorted_plan
+from .permutation import sorted_plan
 from .routing import scores, top_ids
 from .types import LoadStats, Routing
 

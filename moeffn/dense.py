@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from . import checks
 from .backends.torch import activate, activate_backward, halves, joined
 from .config import Activation, Layout
-from .permute import sum_dtype
+from .permutation import sum_dtype
 
 Parts = Tensor | tuple[Tensor, Tensor]
 

@@ -46,7 +46,7 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     return _resolve(backend, device, dtype)
 
 
-# What torch.compiler.assume_constant_result does; calling it would import torch._dynamo (seconds) and triton right here.
+# What torch.compiler.assume_constant_result does; calling it would import torch._dynamo here, for seconds.
 resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

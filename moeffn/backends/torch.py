@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import Activation, Layout
-from ..permute import sorted_plan, sum_dtype, weighted_sum
+from ..permutation import sorted_plan, sum_dtype, weighted_sum
 from ..types import ExpertWeights, Plan
 from .base import Grads, Needs
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..permute import weighted_sum
+from ..permutation import weighted_sum
 from .counts import Counts, announce
 from .errors import MismatchError
 from .payload import RowFormat, tags, verify_tags

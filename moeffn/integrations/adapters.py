@@ -17,7 +17,7 @@ from .. import checks
 from ..config import Activation
 from ..dense import dense_ffn
 from ..functional import moe_ffn
-from ..permute import permute, plan, unpermute
+from ..permutation import permute, plan, unpermute
 from ..types import ExpertWeights, Routing
 from . import experts as contract
 from . import gates

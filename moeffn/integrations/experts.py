@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..config import Activation, Layout
 from ..functional import expert_ffn, moe_ffn
-from ..permute import permute, plan, unpermute
+from ..permutation import permute, plan, unpermute
 from ..types import ExpertWeights, Routing
 from . import gates, probe
 
