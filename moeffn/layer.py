@@ -195,11 +195,7 @@ class MoEFFN(nn.Module):
             capacity = math.ceil(c.capacity_factor * routing.experts.numel() / c.num_experts)
             routing, _ = apply_capacity(routing, c.num_experts, capacity)
         self._last = Routing(routing.experts, routing.weights.detach())
-        y = self.experts(flat, routing, backend=self.backend)
-        if self.shared is not None:
-            y = y + self.shared(flat)
-            if c.shared_combine == "average":
-                y = y * 0.5
+        y = self._mix(flat, routing)
         if self.training and torch.is_grad_enabled():
             if self.router.counts is not None and y.requires_grad:
                 y = _CountLoad.apply(y, self.router.counts, routing.experts)
@@ -207,6 +203,14 @@ class MoEFFN(nn.Module):
                 y = self._with_losses(y, routing, token_mask)
         y = y.reshape(x.shape)
         return (y, routing) if return_routing else y
+
+    def _mix(self, x: Tensor, routing: Routing) -> Tensor:
+        """Routed plus shared experts: x (T, D) -> (T, D)."""
+        y = self.experts(x, routing, backend=self.backend)
+        if self.shared is None:
+            return y
+        y = y + self.shared(x)
+        return y * 0.5 if self.config.shared_combine == "average" else y
 
     def _with_losses(self, y: Tensor, routing: Routing, token_mask: Tensor | None) -> Tensor:
         c = self.config

@@ -282,6 +282,45 @@ class Suite:
         label = "all_gather" if built.dedup == "all" else f"all_to_all, dedup {built.dedup}"
         assert label == table[0].name
 
+    def case_shared_expert_runs_while_tokens_fly(self) -> None:
+        """After the dispatch has been started and before anything was received."""
+        par = parallelize(layer(config(d_shared=4)), self.mesh, ParallelConfig(dispatcher="all_to_all, dedup rank"))
+        transport, order = par.experts.dispatcher.transport, []
+        start = transport.start
+
+        def traced(rows, send, recv, what):
+            pending = start(rows, send, recv, what)
+            wait = pending.wait
+            pending.wait = lambda: (order.append("received " + what), wait())[1]
+            order.append("sent " + what)
+            return pending
+
+        transport.start = traced
+        par.shared.register_forward_hook(lambda *_: order.append("shared"))
+        par(batches([3])[0])
+        assert order[-5:] == ["sent dispatch", "shared", "received dispatch", "sent combine", "received combine"], order
+
+    def case_bench_counts_the_bytes_it_moves(self) -> None:
+        from moeffn.distributed.bench import Block, largest_error
+
+        for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
+            assert largest_error(name) <= 1e-12
+            block = Block(config(E=4 * self.W), 300, dispatcher=name, dtype=torch.float32, device=torch.device("cpu"))
+            m = block.measure(calls=1)
+            assert m.bytes_sent == m.bytes_forward > 0
+            assert abs(m.bytes_forward / m.bytes_expected - 1) < 0.15  # one routing of 300 tokens against the mean
+            assert min(m.step, m.forward, m.dispatch, m.experts, m.combine, m.raw, m.exchange_only) > 0
+
+    def case_training_example(self) -> None:
+        """The worked example learns, and its checkpoint goes on where it stopped."""
+        from moeffn.distributed.train_example import train
+
+        folder = self.folder / "example"
+        losses = train(30, folder)
+        assert losses[-1] < 0.5 * losses[0], losses
+        again = train(1, folder)
+        assert abs(again[0] - train(1)[0]) > 0.1 * losses[0], "the checkpoint was not loaded"
+
     def case_bad_arguments_are_refused(self) -> None:
         def refused(message: str, call: Callable[[], object]) -> None:
             try:

@@ -38,7 +38,7 @@ def gathered(p: Problem, ran: list[Ran]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(6))
 def test_equals_one_process_in_float64(name: str, block: int):
     for seed in range(block * 10, block * 10 + 10):
         p = random_problem(seed)

@@ -16,6 +16,7 @@ more, on the rank that receives for its node. float64 stays float64 throughout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -70,8 +71,10 @@ class Dispatcher(Protocol):
     def plan(self, routing: Routing, D: int, dtype: torch.dtype) -> Handle:
         """Lay out the first hop for this routing: sizes, order, bytes. The only host synchronisation."""
 
-    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None) -> Batch:
-        """x (T, D) and its routing over all E experts -> the batch of this rank. `handle`: one of `plan`, else made."""
+    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
+                 meanwhile: Callable[[], None] | None = None) -> Batch:
+        """x (T, D) and its routing over all E experts -> the batch of this rank. `handle`: one of `plan`, else made;
+        `meanwhile` is called once, while the tokens fly."""
 
     def combine(self, y: Tensor, handle: Handle) -> Tensor:
         """y (M, D), one row per row of the batch -> (T, D)."""
@@ -88,7 +91,10 @@ class Local:
     def plan(self, routing: Routing, D: int, dtype: torch.dtype) -> Handle:
         return Handle(routing.num_tokens, ())
 
-    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None) -> Batch:
+    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
+                 meanwhile: Callable[[], None] | None = None) -> Batch:
+        if meanwhile is not None:
+            meanwhile()
         local = Routing(self.placement.places(routing.experts), routing.weights, apply_to=routing.apply_to)
         return Batch(x, local, handle or self.plan(routing, x.shape[1], x.dtype))
 
@@ -119,9 +125,10 @@ class _OneHop:
                        budget=self.budget, verify=self.verify)
         return add_hop(Handle(routing.num_tokens, ()), hop, D, dtype, routing.weights.dtype)
 
-    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None) -> Batch:
+    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
+                 meanwhile: Callable[[], None] | None = None) -> Batch:
         handle = handle or self.plan(routing, x.shape[1], x.dtype)
-        x, ids, weights = handle.hops[0].dispatch(x, routing.weights)
+        x, ids, weights = fly(handle.hops[0], x, routing.weights, meanwhile)
         return Batch(x, local_routing(ids, weights, self.placement, self.rank, routing), handle)
 
     def combine(self, y: Tensor, handle: Handle) -> Tensor:
@@ -187,10 +194,10 @@ class TwoLevel:
         hop = plan_hop(self.across, places, self._node_of_place, dedup="rank", D=D, dtype=dtype, verify=self.verify)
         return add_hop(Handle(routing.num_tokens, ()), hop, D, dtype, routing.weights.dtype)
 
-    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None) -> Batch:
+    def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
+                 meanwhile: Callable[[], None] | None = None) -> Batch:
         handle = handle or self.plan(routing, x.shape[1], x.dtype)
-        handle = replace(handle, hops=handle.hops[:1])
-        x, ids, weights = handle.hops[0].dispatch(x, routing.weights)
+        x, ids, weights = fly(handle.hops[0], x, routing.weights, meanwhile)
         inner = plan_hop(self.inside, ids, self._local_of_place, dedup="rank", D=x.shape[1], dtype=x.dtype,
                          verify=self.verify)
         handle = add_hop(handle, inner, x.shape[1], x.dtype, weights.dtype)
@@ -201,6 +208,14 @@ class TwoLevel:
         for hop in reversed(handle.hops):
             y = hop.combine(y)
         return y
+
+
+def fly(hop: Hop, x: Tensor, weights: Tensor, meanwhile: Callable[[], None] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Send, do something else, receive."""
+    launched = hop.launch(x, weights)
+    if meanwhile is not None:
+        meanwhile()
+    return hop.dispatch(x, weights, launched)
 
 
 def agree(transport: Transport, placement: Placement, settings: tuple[object, ...], device: torch.device) -> None:

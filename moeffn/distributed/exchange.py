@@ -32,6 +32,16 @@ Dedup = Literal["none", "rank", "all"]
 
 
 @dataclass(frozen=True)
+class Launched:
+    """A dispatch on its way; `buffer` is kept until it has left."""
+
+    pending: Pending
+    number: int
+    fmt: RowFormat
+    buffer: Tensor
+
+
+@dataclass(frozen=True)
 class Hop:
     """Who sends which rows to whom. Made by `plan_hop`, used by every exchange of one layer call.
 
@@ -69,9 +79,24 @@ class Hop:
         """Rows that leave this rank for others."""
         return sum(self.send) - self.send[self.transport.rank]
 
-    def dispatch(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, D), weights (T, K) -> x (M, D), ids (M, C), weights (M, C) of the tokens that came, by source rank."""
-        return _Dispatch.apply(x, weights, self)
+    def launch(self, x: Tensor, weights: Tensor) -> Launched:
+        """Pack and send x (T, D) and weights (T, K), and do not wait: other work can run while they fly."""
+        checks.shape("weights", weights, (self.T, self.K), "(T, K) of the plan")
+        fmt = RowFormat.token(x.shape[1], x.dtype, self.C, weights.dtype)
+        buffer = fmt.empty(sum(self.send), x.device)
+        self.gather(x.detach(), fmt.column(buffer, 0))
+        fmt.column(buffer, 1).copy_(self.ids)
+        if self.T:
+            carried = weights.detach().reshape(-1, self.C)[self.unit_of_row.clamp(min=0)]
+            fmt.column(buffer, 2).copy_(torch.where(self.ids >= 0, carried, 0.0))
+        return Launched(*self.start(buffer, fmt, "dispatch"), fmt, buffer)
+
+    def dispatch(self, x: Tensor, weights: Tensor, launched: Launched | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, D), weights (T, K) -> x (M, D), ids (M, C), weights (M, C) of the tokens that came, by source rank.
+
+        `launched`: what `launch` returned for the same tensors, else they are sent here.
+        """
+        return _Dispatch.apply(x, weights, self, launched or self.launch(x, weights))
 
     def combine(self, y: Tensor) -> Tensor:
         """y (M, D), one row per row that came -> (T, D): each token's rows summed in float32, rounded once."""
@@ -205,17 +230,11 @@ def _rows_of_token(row: Tensor, width: int) -> Tensor:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, hop: Hop) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        checks.shape("weights", weights, (hop.T, hop.K), "(T, K) of the plan")
+    def forward(ctx: Any, x: Tensor, weights: Tensor, hop: Hop,  # type: ignore[override]
+                launched: Launched) -> tuple[Tensor, Tensor, Tensor]:
         ctx.hop, ctx.dtypes = hop, (x.dtype, weights.dtype)
-        fmt = RowFormat.token(x.shape[1], x.dtype, hop.C, weights.dtype)
-        buffer = fmt.empty(sum(hop.send), x.device)
-        hop.gather(x, fmt.column(buffer, 0))
-        fmt.column(buffer, 1).copy_(hop.ids)
-        if hop.T:
-            carried = weights.reshape(-1, hop.C)[hop.unit_of_row.clamp(min=0)]
-            fmt.column(buffer, 2).copy_(torch.where(hop.ids >= 0, carried, 0.0))
-        came = hop.receive(hop.start(buffer, fmt, "dispatch"), fmt, "dispatch")
+        fmt = launched.fmt
+        came = hop.receive((launched.pending, launched.number), fmt, "dispatch")
         ids = fmt.column(came, 1).contiguous()
         if hop.verify and hop.counts is not None:
             with hop.telling():
@@ -224,7 +243,8 @@ class _Dispatch(torch.autograd.Function):
         return fmt.column(came, 0), ids, fmt.column(came, 2).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor, _: Tensor, dw: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor, _: Tensor,  # type: ignore[override]
+                 dw: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hop: Hop = ctx.hop
         x_dtype, w_dtype = ctx.dtypes
         fmt = RowFormat.gradient(dx.shape[1], x_dtype, hop.C, w_dtype)
@@ -234,7 +254,7 @@ class _Dispatch(torch.autograd.Function):
         what = "dispatch backward"
         came = hop.receive(hop.start(buffer, fmt, what, home=True), fmt, what, home=True)
         grad_x = _sum_at_home(fmt.column(came, 0), hop).to(x_dtype)
-        return grad_x, _weight_gradient(fmt.column(came, 1), hop).to(w_dtype), None
+        return grad_x, _weight_gradient(fmt.column(came, 1), hop).to(w_dtype), None, None
 
 
 def _sum_at_home(rows: Tensor, hop: Hop) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,17 +14,18 @@ from .dispatchers import Batch, Dispatcher
 
 
 def expert_parallel_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, dispatcher: Dispatcher, *,
-                        backend: str = "auto") -> Tensor:
+                        backend: str = "auto", meanwhile: Callable[[], None] | None = None) -> Tensor:
     """`moe_ffn` with the experts on several ranks: x (…, D), T tokens of this rank -> (…, D).
 
     routing  over all E experts, for this rank's tokens
     weights  of the L experts (L = 0 too) that `dispatcher.placement` puts on this rank, in slot order
+    meanwhile  called once while the tokens fly, for work that does not need them (a shared expert)
 
     Collective: every rank calls it, and its backward, the same number of times, with T = 0 too. A rank's expert
     gradients are sums over the tokens of all ranks. Raises what `moe_ffn` raises, and ExchangeError.
     """
     flat = x.reshape(-1, x.shape[-1])
-    batch = dispatcher.dispatch(flat, routing)
+    batch = dispatcher.dispatch(flat, routing, meanwhile=meanwhile)
     y = dispatcher.combine(local_experts(batch, weights, backend=backend), batch.handle)
     if routing.identity_weights is not None:
         y = (y + routing.identity_weights[:, None].to(y.dtype) * flat).to(y.dtype)

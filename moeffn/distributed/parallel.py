@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -192,12 +192,22 @@ class ParallelExperts(Experts):
         assert w_in is not None and w_out is not None
         return ExpertWeights(w_in, w_out, b_in, b_out, self.activation, self.layout)
 
-    def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto") -> Tensor:
-        return expert_parallel_ffn(x, routing, self.weights, self.dispatcher, backend=backend)
+    def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto",
+                meanwhile: Callable[[], None] | None = None) -> Tensor:
+        return expert_parallel_ffn(x, routing, self.weights, self.dispatcher, backend=backend, meanwhile=meanwhile)
 
 
 class ParallelMoEFFN(MoEFFN):
-    """MoEFFN whose load-balance loss counts the load of all ranks of the mesh."""
+    """MoEFFN whose load-balance loss counts the load of all ranks, and whose shared expert runs while tokens fly."""
+
+    def _mix(self, x: Tensor, routing: Routing) -> Tensor:
+        if self.shared is None:
+            return self.experts(x, routing, backend=self.backend)
+        found: list[Tensor] = []
+        shared = self.shared
+        y = self.experts(x, routing, backend=self.backend, meanwhile=lambda: found.append(shared(x)))
+        y = y + found[0]
+        return y * 0.5 if self.config.shared_combine == "average" else y
 
     def _with_losses(self, y: Tensor, routing: Routing, token_mask: Tensor | None) -> Tensor:
         c, experts = self.config, self.experts
