@@ -152,9 +152,9 @@ class Block:
         self.step()
         sent = self.sent(handle) - before
         step = slowest(self.step, calls, self.x.device)
+        dispatched, computed, combined = (statistics.median(parts[i::3]) for i in range(3))
         return Measured(
-            self.name, self.transport.size, self.tokens, forward, step,
-            *(statistics.median(parts[i::3]) for i in range(3)),
+            self.name, self.transport.size, self.tokens, forward, step, dispatched, computed, combined,
             exchange_only=slowest(self.exchange_only, calls, self.x.device),
             raw=slowest(self.raw(handle), calls, self.x.device),
             bytes_forward=handle.bytes_dispatch + handle.bytes_combine, bytes_sent=sent,

@@ -97,5 +97,5 @@ def _show(rows: list[dict[str, Any]]) -> None:
         print(f"{r['dispatcher']:<24}{r['tokens_per_s_per_rank']:>11,.0f}{r['tokens_per_s']:>11,.0f}{ms}"
               f"{100 * r['overhead_of_step']:>8.1f}%{mb}")
     print("times in ms, of the slowest rank; step: forward + backward; raw: bare collectives of a step's bytes;\n"
-          "overhead: (a step's exchanges with idle experts - raw) / step; MB: what leaves rank 0 in a forward, counted,\n"
-          "by the handle (must agree) and by D(G), the mean over ranks of uniform routing")
+          "overhead: (a step's exchanges with idle experts - raw) / step; MB: what leaves rank 0 in a forward,\n"
+          "counted, by the handle (must agree) and by D(G), the mean over ranks of uniform routing")
