@@ -32,6 +32,8 @@ def register(app: typer.Typer) -> None:
         device: str = typer.Option("cpu", help="cpu or cuda."),
         num_experts: int = typer.Option(0, help="Hold fewer experts than the model has; 0: all of them."),
         seed: int = typer.Option(0, help="Seed of weights, inputs and routing."),
+        ep: bool = typer.Option(False, "--ep", help="Expert parallel over the ranks that torchrun started; --tokens "
+                                                    "are per rank, routing is uniform."),
         as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
     ) -> None:
         """Speed of one MoE block at the real size of a public model, checked and measured.
@@ -42,6 +44,12 @@ def register(app: typer.Typer) -> None:
         from ..presets import load_block
 
         label, config = load_block(preset)
+        if ep:
+            from ..distributed.commands import bench as bench_ep
+
+            bench_ep(label, _held(config, num_experts), tokens=_token_counts(tokens), dtype=dtype, device=device,
+                     seed=seed, as_json=as_json)
+            return
         result = run(label, _held(config, num_experts), all_experts=config.num_experts, tokens=_token_counts(tokens),
                      backend=backend, train=train, routing=routing, dtype=dtype, device=device, seed=seed,
                      quiet=as_json)

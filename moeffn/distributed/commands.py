@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typer
 
 from .. import checks
 from ..config import MoEConfig
@@ -22,6 +24,20 @@ from .cost import describe, estimate
 from .placement import Placement
 
 DISPATCHERS = ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather", "two_level")
+
+
+def register(app: typer.Typer) -> None:
+    @app.command("check")
+    def check_command(
+        ep: bool = typer.Option(False, "--ep", help="Expert parallelism over the ranks that torchrun started."),
+        device: str = typer.Option("cpu", help="cpu or cuda."),
+    ) -> None:
+        """Run every dispatcher on the ranks that torchrun started and compare it with one process, in float64."""
+        if not ep:
+            raise checks.bad("check", "--ep (the only check so far)", "no option")
+        checks.one_of("--device", device, ("cpu", "cuda"))
+        if not check(device=device):
+            raise typer.Exit(1)
 
 
 @contextlib.contextmanager
@@ -42,16 +58,16 @@ def group(device: str) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def bench(label: str, config: MoEConfig, *, tokens: int, dtype: str = "bfloat16", device: str = "cpu", seed: int = 0,
-          as_json: bool = False) -> None:
-    """Measure every dispatcher that fits the group on one block; rank 0 prints. `tokens` per rank."""
+def bench(label: str, config: MoEConfig, *, tokens: list[int], dtype: str = "bfloat16", device: str = "cpu",
+          seed: int = 0, as_json: bool = False) -> None:
+    """Measure every dispatcher that fits the group on one block; rank 0 prints. `tokens` per rank, each measured."""
     with group(device) as where:
         W = dist.get_world_size()
         placement = Placement.balanced(config.num_experts, W)
         names = [n for n in DISPATCHERS if n != "two_level" or 1 < _local_ranks() < W]
         rows = []
-        for name in names:
-            block = Block(config, tokens, dispatcher=name, dtype=getattr(torch, dtype), device=where, seed=seed)
+        for T, name in itertools.product(tokens, names):
+            block = Block(config, T, dispatcher=name, dtype=getattr(torch, dtype), device=where, seed=seed)
             rows.append(block.measure().as_row())
         if dist.get_rank():
             return
@@ -60,10 +76,11 @@ def bench(label: str, config: MoEConfig, *, tokens: int, dtype: str = "bfloat16"
                               "torch": torch.__version__, "rows": rows}, indent=2))
             return
         print(f"{label}: {config.num_experts} experts on {W} ranks, top {config.top_k}, d_model {config.d_model}, "
-              f"{tokens} tokens a rank, {dtype}, {dist.get_backend()}")
+              f"{dtype}, {dist.get_backend()}")
         _show(rows)
-        print("\ncost model (uniform routing; its links are an assumption, see moeffn.distributed.cost.Links):")
-        print(describe(estimate(placement, tokens=tokens, d_model=config.d_model, top_k=config.top_k,
+        print(f"\ncost model for {tokens[-1]} tokens (uniform routing; its links are assumed, see "
+              "moeffn.distributed.cost.Links):")
+        print(describe(estimate(placement, tokens=tokens[-1], d_model=config.d_model, top_k=config.top_k,
                                 dtype=getattr(torch, dtype), ranks_per_node=_local_ranks())))
 
 
@@ -89,12 +106,12 @@ def _local_ranks() -> int:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'dispatcher':<24}{'tok/s/rank':>11}{'tok/s':>11}{'step':>9}{'forward':>9}{'dispatch':>9}{'experts':>9}"
+    print(f"{'dispatcher':<24}{'T':>6}{'tok/s/rank':>11}{'tok/s':>11}{'step':>9}{'forward':>9}{'dispatch':>9}{'experts':>9}"
           f"{'combine':>9}{'raw':>9}{'overhead':>9}{'MB sent':>10}{'handle':>10}{'by D(G)':>10}")
     for r in rows:
         ms = "".join(f"{1e3 * r[k]:>9.2f}" for k in ("step", "forward", "dispatch", "experts", "combine", "raw"))
         mb = "".join(f"{r[k] / 1e6:>10.3f}" for k in ("bytes_sent", "bytes_forward", "bytes_expected"))
-        print(f"{r['dispatcher']:<24}{r['tokens_per_s_per_rank']:>11,.0f}{r['tokens_per_s']:>11,.0f}{ms}"
+        print(f"{r['dispatcher']:<24}{r['tokens_per_rank']:>6}{r['tokens_per_s_per_rank']:>11,.0f}{r['tokens_per_s']:>11,.0f}{ms}"
               f"{100 * r['overhead_of_step']:>8.1f}%{mb}")
     print("times in ms, of the slowest rank; step: forward + backward; raw: bare collectives of a step's bytes;\n"
           "overhead: (a step's exchanges with idle experts - raw) / step; MB: what leaves rank 0 in a forward,\n"
