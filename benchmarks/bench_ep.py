@@ -89,8 +89,9 @@ def main() -> None:
     for r in rows:
         print(f"{r['dispatcher']:<24} step {1e3 * r['step']:8.1f} ms  dispatch {1e3 * r['dispatch']:7.2f}  experts "
               f"{1e3 * r['experts']:8.1f}  combine {1e3 * r['combine']:7.2f}  exchanges "
-              f"{1e3 * r['exchange_only']:7.2f}  raw {1e3 * r['raw']:7.2f}  overhead {100 * r['overhead_of_step']:5.1f} % of the step  "
-              f"MB {r['bytes_sent'] / 1e6:.3f} (D(G) {r['bytes_expected'] / 1e6:.3f})")
+              f"{1e3 * r['exchange_only']:7.2f}  raw {1e3 * r['raw']:7.2f}  overhead "
+              f"{100 * r['overhead_of_step']:5.1f} % of the step  MB {r['bytes_sent'] / 1e6:.3f} "
+              f"(D(G) {r['bytes_expected'] / 1e6:.3f})")
         assert r["bytes_sent"] == r["bytes_forward"], "counted bytes are not those of the routing"
     if not arguments.smoke:
         print(harness.write_csv("ep", rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,15 @@ from distributed_problems import DISPATCHERS, Problem, Ran, on_rank, one_process
 from torch import Tensor
 
 from moeffn import ExpertWeights, Routing, moe_ffn, reference
-from moeffn.distributed import AllToAll, Local, MismatchError, Placement, RankAbsentError, run_loopback
+from moeffn.distributed import (
+    AllToAll,
+    Local,
+    MismatchError,
+    Placement,
+    RankAbsentError,
+    balance_replicas,
+    run_loopback,
+)
 from moeffn.distributed.cost import Links, estimate, expected_destinations
 from moeffn.distributed.payload import RowFormat
 from moeffn.distributed.transport import LoopbackTransport
@@ -331,3 +340,45 @@ def test_cost_model_prefers_what_it_should():
     assert by_name["two_level"].rows_across == pytest.approx(4096 * 3.6143 * 3 / 4, rel=1e-4)  # per node, remote 3 of 4
     one_node = estimate(Placement.balanced(8, 8), tokens=64, d_model=64, top_k=8, links=Links(latency_s=1e-9))
     assert one_node[0].name == "all_gather" or one_node[0].bytes <= one_node[-1].bytes
+
+
+def test_replicas_even_out_a_skewed_load():
+    """The example that EPLB publishes; and on skewed loads the hottest rank carries less than without replicas."""
+    load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+    published = [(5, 6), (5, 7), (4, 8), (3, 4), (9, 10), (2, 10), (0, 1), (1, 11)]
+    assert balance_replicas(load, 8, 2, num_nodes=2, num_groups=4).experts_of_rank == tuple(published)
+    for seed in range(50):
+        rng = random.Random(seed)
+        W, extra = rng.randint(2, 8), rng.randint(1, 3)
+        E = W * rng.randint(1, 4)
+        load = [1 / (i + 1) ** 1.2 for i in range(E)]
+        rng.shuffle(load)
+        placement = balance_replicas(load, W, E // W + extra)
+        copies = [len(p) for p in placement.places_of_expert]
+        assert min(copies) >= 1 and max(copies) <= W
+
+        def hottest(p: Placement, load: list[float] = load) -> float:
+            return max(sum(load[e] / len(p.places_of_expert[e]) for e in held) for held in p.experts_of_rank)
+
+        assert hottest(placement) <= hottest(Placement.balanced(E, W)) + 1e-12
+        assert hottest(placement) < 1.35 * sum(load) / W, (seed, placement)
+
+
+def test_replicas_refuse_what_cannot_be():
+    with pytest.raises(ValueError, match="slots_per_rank: expected at least 3 for 5 experts on 2 ranks"):
+        balance_replicas([1.0] * 5, 2, 2)
+    with pytest.raises(ValueError, match="num_nodes: expected a divisor of the 4 ranks"):
+        balance_replicas([1.0] * 4, 4, 1, num_nodes=3)
+
+
+def test_loopback_at_work_while_tokens_fly():
+    """`meanwhile` is called once by every dispatcher, with and without hops."""
+    p = random_problem(2, W=4)
+    for make in (*DISPATCHERS.values(), lambda t, _: Local(Placement.balanced(p.placement.num_experts, 1))):
+        def program(t: LoopbackTransport, make=make) -> int:
+            calls: list[int] = []
+            make(t, p.placement).dispatch(p.x[t.rank], Routing(p.ids[t.rank], p.weights[t.rank]),
+                                          meanwhile=lambda: calls.append(1))
+            return len(calls)
+
+        assert run_loopback(4, program) == [1] * 4
