@@ -316,8 +316,8 @@ class Suite:
         from moeffn.distributed.train_example import train
 
         folder = self.folder / "example"
-        losses = train(30, folder)
-        assert losses[-1] < 0.5 * losses[0], losses
+        losses = train(10, folder)
+        assert losses[-1] < 0.6 * losses[0], losses
         again = train(1, folder)
         assert abs(again[0] - train(1)[0]) > 0.1 * losses[0], "the checkpoint was not loaded"
 
