@@ -1,6 +1,6 @@
 """Forward (and forward + backward) of one MoE FFN on a CPU: native against every contender that is installed.
 
-    python benchmarks/bench_cpu.py [--dtype bf16] [--shapes S1,S3] [--tokens 1,64] [--train] [--isa avx512_bf16] [--plot]
+    python benchmarks/bench_cpu.py [--dtype bf16] [--shapes S1,S3] [--tokens 1,64] [--train] [--busy] [--isa avx512_bf16]
 
 Timed: (x, experts, weights) -> y with plain weights already in memory; the router is not. Contenders alternate in one
 run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and active
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +136,8 @@ def _train(run: Call, i: Inputs) -> Call:
     return step
 
 
-def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[str], seconds: float) -> list[dict[str, object]]:
+def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[str], seconds: float
+          ) -> list[dict[str, object]]:
     """One row per (T, contender): milliseconds, ratio to the floor, clean samples, and what the floor is made of."""
     native = module()
     i = Inputs(shape, DTYPES[dtype], train)
@@ -171,6 +174,29 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
             })
         print(f"{shape.name} T={T:<5}", "  ".join(f"{n} {t.median * 1e3:.3f}" for n, t in times.items()),
               f" floor {floor * 1e3:.3f} ms ({bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GF/s)", flush=True)
+    return rows
+
+
+def busy(shape: Shape, dtype: str, names: list[str], seconds: float) -> list[dict[str, object]]:
+    """T = 1, forward: milliseconds alone, and while one busy process runs on each core. All samples count."""
+    i = Inputs(shape, DTYPES[dtype], False)
+    i.tokens(1)
+    made = {name: make(i) for name, make in _contenders(i, names).items()}
+    rows: list[dict[str, object]] = []
+    with torch.inference_mode():
+        alone = harness.alternate(made, seconds=seconds)
+        spin = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+        try:
+            beside = harness.alternate(made, seconds=2 * seconds)
+        finally:
+            for process in spin:
+                process.kill()
+                process.wait()
+    for name in made:
+        a, b = (statistics.median(t[name].samples) for t in (alone, beside))
+        rows.append({"shape": shape.name, "T": 1, "dtype": dtype, "pass": "busy", "contender": name,
+                     "ms": f"{a * 1e3:.4f}", "busy_ms": f"{b * 1e3:.4f}", "slowdown": f"{b / a:.2f}"})
+        print(f"{shape.name} T=1 {name}: alone {a * 1e3:.3f} ms, busy {b * 1e3:.3f} ms, {b / a:.2f}x", flush=True)
     return rows
 
 
@@ -227,6 +253,7 @@ def main() -> None:
     parser.add_argument("--isa", default="", help="force an instruction set")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1.5, help="per cell")
+    parser.add_argument("--busy", action="store_true", help="T = 1, alone and beside one busy process per core")
     parser.add_argument("--name", default="", help="CSV name in benchmarks/results; default: not written")
     parser.add_argument("--plot", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="one tiny cell, forward and training: does it run?")
@@ -242,8 +269,12 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     names = [n for n in args.contenders.split(",") if n]
     for name in args.shapes.split(","):
+        if args.busy:
+            rows += busy(SHAPES[name], args.dtype, names, args.seconds)
+            continue
         rows += bench(SHAPES[name], [int(t) for t in args.tokens.split(",")], args.dtype, args.train, names, args.seconds)
-    print(summary(rows))
+    if not args.busy:
+        print(summary(rows))
     if args.name:
         path = harness.write_csv(args.name, rows)
         print(path)

@@ -123,9 +123,11 @@ static void finish_up(const Part& p, const Block& block, int64_t m, int64_t f, i
   }
 }
 
-// The product of a tile with up to kPanel weight rows: sums (rows, kPanel). Fills `rows_of` with unit-stride rows.
+// The product of a tile with up to kPanel weight rows: sums (rows, kPanel). `advance` is the distance in elements to the
+// rows of the next panel, 0 when there is none that can be read where it lies.
 template <class L, class WT>
-static void product(int64_t rows, const float* tile, int64_t elems, const WT* const* weights, int64_t n, const Buffers& buf) {
+static void product(int64_t rows, const float* tile, int64_t elems, const WT* const* weights, int64_t n, int64_t advance,
+                    const Buffers& buf) {
   const int64_t stride = row_lanes<L>(elems);
   if (rows <= kDotLimit) {
     const int64_t quarter = (n + kStreams - 1) / kStreams;
@@ -146,8 +148,16 @@ static void product(int64_t rows, const float* tile, int64_t elems, const WT* co
   for (int64_t k = 0; k < elems; k += kLaneBlock * L::kPerLane) {
     const int64_t end = least(elems, k + kLaneBlock * L::kPerLane);
     pack_panel<L, WT>(weights, kVectors, k, end, buf.panel);
+    Coming coming;
+    if (advance != 0 && n == kPanel) {
+      coming.row = reinterpret_cast<const char* const*>(weights);
+      coming.shift = (end < elems ? end : advance) * static_cast<int64_t>(sizeof(WT));
+      constexpr int kLines = kLaneBlock * L::kPerLane * static_cast<int>(sizeof(WT)) / 64;
+      coming.log_lines = __builtin_ctz(kLines);
+      coming.left = kPanel * kLines;
+    }
     panel_product<L, kVectors>(rows, tile + k / L::kPerLane, stride, buf.panel, lanes_of<L>(end - k), buf.sums, kPanel,
-                               k == 0);
+                               k == 0, coming);
   }
 }
 
@@ -180,7 +190,8 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
         rows[half + i] = weight_row<L, WT>(w.w_in, block.expert, (f + i) * w.gate_step() + w.up_shift(), w.D,
                                            copies + (half + i) * w.D);
     }
-    product<L, WT>(block.rows, buf.tile, w.D, rows, w.act.gated ? half + n : n, buf);
+    product<L, WT>(block.rows, buf.tile, w.D, rows, w.act.gated ? half + n : n,
+                   w.w_in.s2 == 1 && f + span < f1 ? span * w.gate_step() * w.w_in.s1 : 0, buf);
     fetch_bias(w.b_in, block.expert, f * w.gate_step(), w.gate_step(), n, buf.bias);
     if (w.act.gated)
       fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, buf.bias + span);
@@ -201,7 +212,8 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
     const WT* rows[kPanel] = {};
     for (int64_t i = 0; i < n; ++i)
       rows[i] = weight_row<L, WT>(w.w_out, block.expert, d + i, w.F, static_cast<WT*>(buf.copies) + i * w.F);
-    product<L, WT>(block.rows, reinterpret_cast<const float*>(block.act), w.F, rows, n, buf);
+    product<L, WT>(block.rows, reinterpret_cast<const float*>(block.act), w.F, rows, n,
+                   w.w_out.s2 == 1 && d + kPanel < d1 ? kPanel * w.w_out.s1 : 0, buf);
     fetch_bias(w.b_out, block.expert, d, 1, n, buf.bias);
     with_type(p.out, p.x.dtype, [&](auto* x) {
       using XT = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;

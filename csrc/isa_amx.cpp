@@ -10,6 +10,8 @@
 
 #include "ffn.h"
 
+#include "amx_tiles.h"
+
 #include "amx.h"
 #include "probe.h"
 

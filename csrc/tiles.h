@@ -21,7 +21,12 @@ constexpr int kDotRows = 2;
 #endif
 constexpr int kStreams = 4;            // weight rows read at once by the dot form
 constexpr int kPanel = kVectors * W;   // columns of a panel
-constexpr int64_t kLaneBlock = 512;    // lanes summed before a panel's partial sums are stored: a panel stays in L2
+// Lanes summed before a panel's partial sums are stored: 16 to 32 KiB of panel, which stay in L1 for all rows of a block.
+#if MOEFFN_WIDTH == 16
+constexpr int64_t kLaneBlock = 128;
+#else
+constexpr int64_t kLaneBlock = 256;
+#endif
 
 // Multiplies floats; weights of any dtype are widened when they are loaded.
 struct FloatLane {
@@ -114,10 +119,29 @@ static void pack_panel(const WT* const* rows, int vectors, int64_t k0, int64_t k
   }
 }
 
+// The weights that are packed next: lines of `rows` rows, asked for while the present panel multiplies, so that packing
+// finds them in L2.
+struct Coming {
+  const char* const* row = nullptr;
+  int64_t shift = 0;  // bytes from a row's start to what is packed next
+  int log_lines = 0;  // of a row
+  int64_t left = 0;   // lines not asked for
+  int64_t mask = 0;   // one line at every (mask + 1)th step
+  int64_t at = 0;
+};
+
+MOEFFN_INLINE void ask_next(Coming& c) {
+  const char* p = c.row[c.at >> c.log_lines] + c.shift + (c.at & ((1 << c.log_lines) - 1)) * 64;
+  __builtin_prefetch(p, 0, 2);
+  ++c.at;
+  --c.left;
+}
+
 // c[m][0..V*W) (+)= tile row m · panel, over `lanes` lanes.
 template <class L, int M, int V>
 static void block_kernel(const float* tile, int64_t stride, const float* panel, int64_t lanes, float* c, int64_t c_stride,
-                         bool first) {
+                         bool first, Coming& pending) {
+  Coming coming = pending;  // in registers
   vf acc[M][V];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
@@ -133,31 +157,34 @@ static void block_kernel(const float* tile, int64_t stride, const float* panel, 
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) acc[m][v] = L::mac(a, b[v], acc[m][v]);
     }
+    if (coming.left > 0 && (k & coming.mask) == 0) ask_next(coming);
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) store(c + m * c_stride + v * W, acc[m][v]);
+  pending = coming;
 }
 
 template <class L, int V, int M = kRows>
 static void block_rows(int64_t rows, const float* tile, int64_t stride, const float* panel, int64_t lanes, float* c,
-                       int64_t c_stride, bool first) {
+                       int64_t c_stride, bool first, Coming& coming) {
   if constexpr (M > 1) {
-    if (rows < M) return block_rows<L, V, M - 1>(rows, tile, stride, panel, lanes, c, c_stride, first);
+    if (rows < M) return block_rows<L, V, M - 1>(rows, tile, stride, panel, lanes, c, c_stride, first, coming);
   }
-  block_kernel<L, M, V>(tile, stride, panel, lanes, c, c_stride, first);
+  block_kernel<L, M, V>(tile, stride, panel, lanes, c, c_stride, first, coming);
 }
 
 // c (rows, V*W) (+)= tile · panel, in balanced blocks of at most kRows rows.
 template <class L, int V>
 static void panel_product(int64_t rows, const float* tile, int64_t stride, const float* panel, int64_t lanes, float* c,
-                          int64_t c_stride, bool first) {
+                          int64_t c_stride, bool first, Coming coming) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
+  coming.mask = blocks * lanes >= 4 * coming.left ? 3 : blocks * lanes >= 2 * coming.left ? 1 : 0;
   int64_t m = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t n = (rows - m + (blocks - b) - 1) / (blocks - b);
-    block_rows<L, V>(n, tile + m * stride, stride, panel, lanes, c + m * c_stride, c_stride, first);
+    block_rows<L, V>(n, tile + m * stride, stride, panel, lanes, c + m * c_stride, c_stride, first, coming);
     m += n;
   }
 }

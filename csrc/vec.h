@@ -22,7 +22,15 @@ typedef uint16_t vh __attribute__((vector_size(2 * W)));
 MOEFFN_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 MOEFFN_INLINE int64_t round_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-MOEFFN_INLINE vf splat(float x) { return vf{} + x; }
+MOEFFN_INLINE vf splat(float x) {
+#if MOEFFN_WIDTH == 16
+  return (vf)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_set1_ps(x);
+#else
+  return vf{x, x, x, x};  // not vf{} + x: that is an addition, since -0 + 0 is not -0
+#endif
+}
 MOEFFN_INLINE vf as_float(vu v) {
   vf r;
   memcpy(&r, &v, sizeof r);

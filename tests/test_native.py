@@ -135,7 +135,8 @@ def test_mixed_dtypes_and_strides(isa):
             x = torch.randn(50, 45).to(x_dtype).t()  # strided
             plan = BACKEND.plan(ids, 3)
             y, _ = BACKEND.forward(x, plan, w, ew, apply_to="input", save=False)
-            flipped = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (ew.w_in, ew.w_out)]  # (E, D, 2F) checkpoint
+            # as a checkpoint of (E, D, 2F) and (E, F, D) gives them
+            flipped = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (ew.w_in, ew.w_out)]
             other = ExpertWeights(*flipped, ew.b_in, ew.b_out)
             assert torch.equal(BACKEND.forward(x, plan, w, other, apply_to="input", save=False)[0], y)
             exact = reference.moe_ffn(x.double(), Routing(ids, w.double(), apply_to="input"), double(ew))

@@ -1,4 +1,4 @@
-"""csrc/fuzz.cpp under AddressSanitizer and UndefinedBehaviorSanitizer: 2,000 random problems on every instruction set."""
+"""csrc/fuzz.cpp under AddressSanitizer and UndefinedBehaviorSanitizer: 2,000 random problems, every instruction set."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ def test_fuzz_is_clean_under_the_sanitizers(tmp_path):
 
     run("cmake", "-DMOEFFN_SANITIZE=ON", str(SOURCE))
     run("cmake", "--build", ".", "--parallel", "2")
-    out = run("./moeffn_fuzz", "2000", OMP_NUM_THREADS="2", ASAN_OPTIONS="detect_leaks=1", UBSAN_OPTIONS="print_stacktrace=1")
+    out = run("./moeffn_fuzz", "2000", OMP_NUM_THREADS="2", ASAN_OPTIONS="detect_leaks=1",
+              UBSAN_OPTIONS="print_stacktrace=1")
     assert out.startswith("2000 problems")

@@ -120,9 +120,9 @@ class NativeBackend:
         bias = None if selection_bias is None else selection_bias.float().contiguous()
         ids = torch.empty((T, config.top_k), dtype=torch.int32)
         weights = torch.empty((T, config.top_k))
-        module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"), config.order == "topk_score",
-                       config.renormalize, config.renorm_eps, config.scale, 0 if bias is None else bias.data_ptr(),
-                       ids.data_ptr(), weights.data_ptr())
+        module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"),
+                       config.order == "topk_score", config.renormalize, config.renorm_eps, config.scale,
+                       0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
         return ids, weights
 
     def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,

@@ -1,0 +1,251 @@
+// Products of bf16 matrices on AMX tiles. Included after ffn.h, in the same namespace.
+//
+// The product is taken transposed: C (16 weight rows x 16 tokens) += A (16 weight rows x 32) · B (32 x 16 tokens). So
+// plain row-major weights are the A operand as they lie, and no packed copy of them exists; the few activations are
+// packed to B: per group of 16 tokens, [k / 2][token][k % 2]. A tile of C holds, after the activation, two of its rows
+// side by side in just that order, so the up projection writes the down projection's B without another shuffle.
+
+namespace moeffn {
+namespace MOEFFN_NS {
+
+constexpr int64_t kGroup = 16;      // tokens in a tile
+constexpr int64_t kStep = 32;       // elements of a tile along the sum
+constexpr int64_t kTileDotLimit = 4;  // up to so many rows the dot form streams weights as fast
+constexpr int64_t kGroupBytes = kGroup * kStep * 2;
+constexpr int64_t kTileShare = 3 << 18;  // bytes of packed activations that stay in L2 beside the weights
+constexpr int64_t kSumsBytes = 1 << 18;
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// The tile registers' configuration belongs to the thread, which oneDNN may have set: put back what was there.
+class UseTiles {
+ public:
+  UseTiles() {
+    _tile_storeconfig(&before_);
+    static const TileConfig config;
+    _tile_loadconfig(&config);
+  }
+  ~UseTiles() {
+    if (before_.palette)
+      _tile_loadconfig(&before_);
+    else
+      _tile_release();
+  }
+
+ private:
+  TileConfig before_;
+};
+
+// 16 weight rows: where they are, and the last, incomplete step of the sum padded with zeros.
+struct Rows16 {
+  const char* data;
+  int64_t stride;    // bytes
+  const char* tail;  // (16, 32), or nullptr when the sum is a multiple of 32
+};
+
+struct TileBuffers {
+  char* x;        // (groups, round32(D) / 2, 16, 2)
+  char* copies;   // 4 x (16, round32(max(D, F))): rows that cannot be read where they lie
+  char* tails;    // 4 x (16, 32)
+  float* sums;    // (16, 16) tiles
+  float* bias;    // 2 x 64
+  float* row;     // as Buffers::row
+  bf16* rows;     // (16, row_lanes(D)): rows of x before packing
+};
+
+MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, int64_t D, int64_t F, size_t* used) {
+  int64_t at = 0;
+  auto take = [&](int64_t bytes) {
+    char* p = data ? data + at : nullptr;
+    at += round_to(bytes, 64);
+    return p;
+  };
+  const int64_t widest = round_to(D > F ? D : F, kStep);
+  TileBuffers b;
+  b.x = take(round_to(rows, kGroup) * round_to(D, kStep) * 2);
+  b.copies = take(4 * kGroup * widest * 2);
+  b.tails = take(4 * kGroupBytes);
+  b.sums = reinterpret_cast<float*>(take(kSumsBytes + round_to(rows, 2 * kGroup) * 128));
+  b.bias = reinterpret_cast<float*>(take(128 * 4));
+  b.row = reinterpret_cast<float*>(take(round_to(D, W) * 4));
+  b.rows = reinterpret_cast<bf16*>(take(kGroup * row_lanes<PairLane>(D) * 4));
+  if (used) *used = static_cast<size_t>(at);
+  return b;
+}
+
+// Rows first, first + step, ... of one expert's matrix as tile `index`; rows past `count` are zero.
+static Rows16 rows16(const Array& w, int64_t expert, int64_t first, int64_t step, int64_t count, int64_t elems, int index,
+                     const TileBuffers& buf) {
+  const bf16* from = static_cast<const bf16*>(w.at(expert, first));
+  const int64_t row = step * w.s1, padded = round_to(elems, kStep);
+  if (count < kGroup || w.s2 != 1) {
+    bf16* to = reinterpret_cast<bf16*>(buf.copies) + index * kGroup * padded;
+    memset(to, 0, static_cast<size_t>(kGroup * padded) * 2);
+    for (int64_t j0 = 0; j0 < elems; j0 += 64)
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t j = j0; j < least(elems, j0 + 64); ++j) to[i * padded + j] = from[i * row + j * w.s2];
+    return {reinterpret_cast<const char*>(to), padded * 2, reinterpret_cast<const char*>(to + elems / kStep * kStep)};
+  }
+  Rows16 r{reinterpret_cast<const char*>(from), row * 2, nullptr};
+  const int64_t full = elems / kStep * kStep;
+  if (full < elems) {
+    bf16* tail = reinterpret_cast<bf16*>(buf.tails + index * kGroupBytes);
+    memset(tail, 0, static_cast<size_t>(kGroupBytes));
+    for (int64_t i = 0; i < kGroup; ++i)
+      memcpy(tail + i * kStep, from + i * row + full, static_cast<size_t>(elems - full) * 2);
+    r.tail = reinterpret_cast<const char*>(tail);
+  }
+  return r;
+}
+
+MOEFFN_INLINE int64_t tail_stride(const Rows16& r, int64_t elems) {
+  return r.tail == r.data + elems / kStep * kStep * 2 ? r.stride : kStep * 2;
+}
+
+// Asks L2 for rows of the weights that come next, while the tiles multiply: rows [from, from + rows) of the 32 that lie
+// `distance` bytes behind the present ones.
+struct Ahead {
+  int64_t distance = 0;
+  int from = 0, rows = 0;
+};
+
+MOEFFN_INLINE void ask(const Rows16* a, const Ahead& ahead, int64_t k) {
+  for (int r = ahead.from; r < ahead.from + ahead.rows; ++r) {
+    const Rows16& half = a[r / kGroup];
+    _mm_prefetch(half.data + (r % kGroup) * half.stride + ahead.distance + k * 64, _MM_HINT_T1);
+  }
+}
+
+// sums[2 i + j] (+)= A_i · B_j over steps [k0, k1), for two groups of 16 rows and two groups of 16 tokens.
+static void tiles_2x2(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
+                      const Ahead& ahead) {
+  if (k0 == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    _tile_loadd(2, sums + 512, 64);
+    _tile_loadd(3, sums + 768, 64);
+  }
+  const int64_t full = least(k1, elems / kStep);
+  const char *p0 = a[0].data, *p1 = a[1].data;
+  const int64_t s0 = a[0].stride, s1 = a[1].stride;
+  for (int64_t k = k0; k < full; ++k) {
+    _tile_loadd(4, p0 + k * 64, s0);
+    _tile_loadd(6, b0 + k * kGroupBytes, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b1 + k * kGroupBytes, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, p1 + k * 64, s1);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    if (ahead.rows) ask(a, ahead, k);
+  }
+  if (full < k1) {
+    _tile_loadd(4, a[0].tail, tail_stride(a[0], elems));
+    _tile_loadd(5, a[1].tail, tail_stride(a[1], elems));
+    _tile_loadd(6, b0 + full * kGroupBytes, 64);
+    _tile_loadd(7, b1 + full * kGroupBytes, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
+// sums[i] = A_i · B, for four groups of 16 rows and one group of tokens.
+static void tiles_4x1(const Rows16* a, const char* b, int64_t elems, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  const int64_t steps = elems / kStep;
+  for (int64_t k = 0; k < steps; ++k) {
+    _tile_loadd(4, b + k * kGroupBytes, 64);
+    _tile_loadd(5, a[0].data + k * 64, a[0].stride);
+    _tile_dpbf16ps(0, 5, 4);
+    _tile_loadd(6, a[1].data + k * 64, a[1].stride);
+    _tile_dpbf16ps(1, 6, 4);
+    _tile_loadd(7, a[2].data + k * 64, a[2].stride);
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_loadd(5, a[3].data + k * 64, a[3].stride);
+    _tile_dpbf16ps(3, 5, 4);
+  }
+  if (steps * kStep < elems) {
+    _tile_loadd(4, b + steps * kGroupBytes, 64);
+    _tile_loadd(5, a[0].tail, tail_stride(a[0], elems));
+    _tile_dpbf16ps(0, 5, 4);
+    _tile_loadd(6, a[1].tail, tail_stride(a[1], elems));
+    _tile_dpbf16ps(1, 6, 4);
+    _tile_loadd(7, a[2].tail, tail_stride(a[2], elems));
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_loadd(5, a[3].tail, tail_stride(a[3], elems));
+    _tile_dpbf16ps(3, 5, 4);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+}
+
+// Products of `panels` panels of 32 weight rows with all groups of tokens. get(p, a) gives panel p's rows, which start
+// `advance` rows behind those of p - 1; finish(p, g, sums) takes the tiles of groups g and g + 1.
+template <class Get, class Finish>
+static void tile_product(int64_t panels, int64_t groups, int64_t elems, const char* b, int64_t advance, float* sums,
+                         const Get& get, const Finish& finish) {
+  const int64_t steps = round_to(elems, kStep) / kStep, group = steps * kGroupBytes, pairs = (groups + 1) / 2;
+  // The part of B in use stays in L2, at the price of sums that are stored and loaded again.
+  const int64_t blocks = (groups * group + kTileShare - 1) / kTileShare;
+  const int64_t per_block = (steps + blocks - 1) / blocks;
+  const int64_t together = blocks == 1 ? 1 : kSumsBytes / (pairs * 4096) > 1 ? kSumsBytes / (pairs * 4096) : 1;
+  for (int64_t first = 0; first < panels; first += together)
+    for (int64_t k0 = 0; k0 < steps; k0 += per_block) {
+      const int64_t k1 = least(steps, k0 + per_block);
+      for (int64_t p = first; p < least(panels, first + together); ++p) {
+        Rows16 a[2];
+        get(p, a);
+        for (int64_t j = 0; j < pairs; ++j) {
+          Ahead ahead;
+          if (pairs > 1 && p + 1 < panels) {
+            ahead.distance = advance * a[0].stride;
+            ahead.from = static_cast<int>(32 * j / pairs);
+            ahead.rows = static_cast<int>(32 * (j + 1) / pairs) - ahead.from;
+          }
+          float* s = sums + ((p - first) * pairs + j) * 1024 * (blocks > 1);
+          const char* b0 = b + 2 * j * group;
+          tiles_2x2(a, b0, 2 * j + 1 < groups ? b0 + group : b0, elems, k0, k1, s, ahead);
+          if (k1 == steps) finish(p, 2 * j, s);
+        }
+      }
+    }
+}
+
+// Packs 16 rows (stride in elements; nullptr: zeros) of `elems` elements to B order.
+static void pack_group(const bf16* const* rows, int64_t elems, char* to) {
+  for (int64_t k = 0; k < elems; k += kStep, to += kGroupBytes) {
+    vf block[W];
+    if (elems - k >= kStep) {
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) block[i] = rows[i] ? PairLane::lanes(rows[i] + k) : splat(0.0f);
+    } else {
+      for (int i = 0; i < W; ++i) block[i] = rows[i] ? PairLane::lanes_part(rows[i] + k, elems - k) : splat(0.0f);
+    }
+    transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; ++i) store(reinterpret_cast<float*>(to) + i * W, block[i]);
+  }
+}
+
+}  // namespace MOEFFN_NS
+}  // namespace moeffn
