@@ -243,7 +243,7 @@ def test_sources_that_are_none(tmp_path):
         count(broken)
     with pytest.raises(TypeError, match="source: expected"):
         count(3)
-    with pytest.raises(ValueError, match="convention: expected a Convention or one of all, head"):
+    with pytest.raises(ValueError, match="convention: expected a Convention, one of all, head"):
         count("GPT-2", convention="vendor")
     with pytest.raises(ValueError, match=r"convention\.scope: expected one of ffn"):
         Convention(scope="everything")
@@ -303,6 +303,17 @@ def test_count_is_the_sum_of_its_formula(experts, k, shared, layers, tied):
     sparse = layers - 1
     assert found.total == common + sparse * (3 * d * f * (experts + shared) + experts * d)
     assert found.active == common + sparse * (3 * d * f * (k + shared) + experts * d)
+
+
+def test_conventions_in_words():
+    assert count("GLM-4.5", convention="scope=model+mtp,total=none,active=none") == count("GLM-4.5", convention="glm")
+    words = count("gpt-oss-20b", convention="norms=no,biases=no")
+    assert words == count("gpt-oss-20b", convention=Convention(norms=False, biases=False))
+    for wrong in ("norms=0", "scope", "size=2", "active=none,"):
+        with pytest.raises(ValueError, match="convention: expected"):
+            count("GPT-2", convention=wrong)
+    with pytest.raises(ValueError, match=r"convention\.idle: expected one of min"):
+        count("GPT-2", convention="idle=some")
 
 
 def test_all_vendor_names_work():

@@ -440,6 +440,14 @@ def test_plan_command(invoke, tmp_path):
     data = json.loads(invoke("plan", "DeepSeek-V3", "--ranks", "16", "--tokens", "32", "--json").output)
     point = plan_cluster("DeepSeek-V3", "H800", ranks=(16,), tokens_per_rank=(32,), workload=WORK).points[0]
     assert data["points"][0]["tokens_per_s_per_gpu"] == pytest.approx(point.tokens_per_s_per_gpu)
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps([[0, 1, 2, 3, 4, 5, 6, 7]] * 3 + [[8, 9, 10, 11, 12, 13, 14, 15]]))
+    args = ("plan", "DeepSeek-V3", "--ranks", "32", "--tokens", "32", "--json", "--trace", str(trace))
+    assert json.loads(invoke(*args).output)["points"][0]["rho"] == pytest.approx(3 / 4 * 32)
+    trace.write_text(json.dumps([2.0] * 8 + [1.0] * 248))
+    assert json.loads(invoke(*args).output)["points"][0]["rho"] == pytest.approx(16 * 32 / 264)
+    trace.write_text("{}")
+    assert invoke(*args).exit_code == 2
     for args in (("--ranks", "8,x"), ("--cluster", "none"), ("--dtype", "fp6"), ("--overlap", "some")):
         assert invoke("plan", "DeepSeek-V3", *args).exit_code == 2, args
 

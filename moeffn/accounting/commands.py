@@ -15,6 +15,7 @@ from .cluster import ClusterPlan, Workload, clusters, plan_cluster
 from .counting import VENDORS, Count, count
 from .presets import presets
 from .storage import FORMATS, stored
+from .traffic import expert_counts
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +39,8 @@ def _list(value: str, name: str) -> tuple[int, ...]:
 
 def params(
     source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name; `list` shows them")],
-    convention: Annotated[str, typer.Option(help=f"what counts as active: {', '.join(VENDORS)}")] = "all",
+    convention: Annotated[str, typer.Option(
+        help=f"what counts: {', '.join(VENDORS)}; or pairs, as in scope=model+mtp,active=none,idle=max")] = "all",
     fmt: Annotated[str, typer.Option("--format", help=f"bytes in this format: {', '.join(FORMATS)}")] = "bf16",
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
@@ -101,6 +103,7 @@ def plan(
     overlap: Annotated[str, typer.Option(help="none, two_batches or chunks")] = "none",
     dtype: Annotated[str, typer.Option(help="format of weights, products and dispatch: fp8 or bf16")] = "fp8",
     replicas: Annotated[int, typer.Option(help="further copies of hot experts")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="JSON: rows of expert ids, or one load for each expert")] = None,
     png: Annotated[Path | None, typer.Option(help="write a plot here (needs matplotlib)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
@@ -112,7 +115,7 @@ def plan(
         work = Workload(context=context, prefill=prefill, exchange=exchange, overlap=overlap, dtype=dtype,
                         bytes_per_weight=size, dispatch=dtype, chunks=4 if overlap == "chunks" else 1)
         found = plan_cluster(source, cluster, ranks=_list(ranks, "ranks"), tokens_per_rank=_list(tokens, "tokens"),
-                             workload=work, replicas=replicas)
+                             workload=work, replicas=replicas, loads=_loads(source, trace) if trace else None)
         if png is not None:
             plot(found, png)
     except (ValueError, TypeError) as error:
@@ -122,6 +125,19 @@ def plan(
         typer.echo(json.dumps({"model": found.model, "cluster": found.cluster, "points": points}, indent=1))
         return
     _show_plan(found)
+
+
+def _loads(source: str, path: Path) -> list[float]:
+    """Loads of the experts, from a file of loads or of a routing trace."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"trace: expected a JSON file, got {error}") from None
+    if not isinstance(data, list) or not data:
+        raise ValueError(f"trace: expected a list, got {type(data).__name__}")
+    if isinstance(data[0], list):
+        return [float(n) for n in expert_counts(data, max(layer.num_experts for layer in count(source).layers))]
+    return [float(n) for n in data]
 
 
 def _show_plan(found: ClusterPlan) -> None:

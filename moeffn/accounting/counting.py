@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -239,12 +239,20 @@ def count_architecture(model: Architecture, convention: Convention, name: str = 
 
 
 def choose(convention: str | Convention) -> Convention:
-    """A convention, or the one a vendor's name stands for."""
+    """A convention, the one a vendor's name stands for, or one written as "scope=model+mtp,active=none,norms=no"."""
     if isinstance(convention, Convention):
         return convention
-    if convention not in VENDORS:
-        raise ValueError(f"convention: expected a Convention or one of {', '.join(VENDORS)}, got {convention!r}")
-    return VENDORS[convention]
+    if convention in VENDORS:
+        return VENDORS[convention]
+    known = {field.name: field.default for field in fields(Convention)}
+    values: dict[str, Any] = {}
+    for pair in convention.split(","):
+        key, equals, value = pair.partition("=")
+        if not equals or key not in known or (isinstance(known[key], bool) and value not in ("yes", "no")):
+            raise ValueError(f"convention: expected a Convention, one of {', '.join(VENDORS)}, or pairs of "
+                             f"{', '.join(known)} (the last four yes or no) as in active=none, got {convention!r}")
+        values[key] = value == "yes" if isinstance(known[key], bool) else value
+    return Convention(**values)
 
 
 def count(source: Any, *, convention: str | Convention = "all", top_k: int | None = None) -> Count:
