@@ -232,7 +232,7 @@ def test_a_residual_argument_is_added_and_an_optional_one_runs_the_own_forward()
     assert "scale is given" in report.replaced[0].note
     x, r = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     for args, kwargs in (((x, r), {}), ((x,), {"residual": r}), ((x, r), {"scale": 3.0}), ((x, r, 2.0), {}),
-                         ((), {"x": x, "residual": r})):
+                         ((), {"x": x, "residual": r}), ((), {"residual": r, "x": x})):
         torch.testing.assert_close(block(*args, **kwargs), own(*args, **kwargs))
 
 

@@ -35,8 +35,8 @@ _REASON_MATHS = ("its own code does not compute a two- or three-matrix FFN with 
 class DensePlan:
     """How to run one dense FFN. w_in: names of the linear layers (one, or gate and up); up_first: the fused layer holds
     up before gate; tail: dropout after w_out; inner: dropouts elsewhere, noisy: randomness in training without a
-    module; with either active in training the module's own forward runs. residual: the second argument is added.
-    optional: names of further arguments, which when given make the module's own forward run."""
+    module; with either active in training the module's own forward runs. takes: names of the forward's arguments, x and
+    possibly a residual that is added; optional: further ones, which when given make the module's own forward run."""
 
     w_in: tuple[str, ...]
     w_out: str
@@ -46,8 +46,12 @@ class DensePlan:
     tail: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     noisy: bool = False
-    residual: bool = False
+    takes: tuple[str, ...] = ("x",)
     optional: tuple[str, ...] = ()
+
+    @property
+    def residual(self) -> bool:
+        return len(self.takes) == 2
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -157,7 +161,7 @@ def _try(module: nn.Module, found: dict[str, nn.Module], w_in: tuple[str, ...], 
             pre = torch.cat([h[0][..., F:], h[0][..., :F]], -1) if up_first else h[0]
         want = linear(activate(pre, act, layout), *down)
         if gates.close(got, want, want.abs().amax(-1, keepdim=True)):
-            plan = DensePlan(w_in, w_out, act, layout, up_first, residual=residual is not None, optional=optional)
+            plan = DensePlan(w_in, w_out, act, layout, up_first, takes=tuple(required), optional=optional)
             return _with_dropout(plan, module, lambda **how: _own(module, x, tensors, found, residual=residual, **how))
     return None
 
@@ -216,16 +220,15 @@ def _with_dropout(plan: DensePlan, module: nn.Module, own: Callable[..., Tensor 
 @adapter("dense")
 def _dense(self: Any, *args: Tensor, **kwargs: Any) -> Tensor:
     p: DensePlan = self._moeffn.reading
-    count = 2 if p.residual else 1
-    x, *rest = (*args, *kwargs.values())[:count]
-    extra = [*args[count:], *(kwargs.get(name) for name in p.optional)]
+    x, *residual = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(p.takes)]
+    extra = [*args[len(p.takes):], *(kwargs.get(name) for name in p.optional)]
     layers = [self.get_submodule(n) for n in (*p.w_in, p.w_out)]
     if own_forward_now(self, p, layers) or any(value is not None for value in extra):
         return own_forward(self, *args, **kwargs)
     y = run(x, p, layers[:-1], layers[-1])
     for name in p.tail:
         y = self.get_submodule(name)(y)
-    return y + rest[0] if p.residual else y
+    return y + residual[0] if residual else y
 
 
 def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:
