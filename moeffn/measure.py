@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
+from .backends.native import module as native_module
 from .functional import moe_ffn
 from .testing.workloads import errors
 from .types import ExpertWeights, Routing
@@ -37,17 +39,30 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of several square torch.mm of this dtype."""
+    """FLOP/s of the best of several square torch.mm of this dtype; on a CPU the native module's loop of multiply-adds
+    in registers, where that is faster."""
     n = 8192 if device.type == "cuda" else 2048
     a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
-    return 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), device)
+    product = 2 * n**3 / _best(lambda: torch.mm(a, b, out=out), device)
+    native = _native(device)
+    return product if native is None else max(product, native.peak_flops(dtype == torch.bfloat16))
 
 
 def read_ceiling(device: torch.device) -> float:
-    """Bytes/s of the best of several reads of one buffer larger than any cache (a maximum over int32)."""
+    """Bytes/s of the best of several reads of one buffer larger than any cache: a maximum over int32; on a CPU the
+    native module's read of several streams, where that is faster."""
     count = (1 << 30) // 4 if device.type == "cuda" else (1 << 29) // 4
     buffer = torch.ones(count, dtype=torch.int32, device=device)
-    return 4 * count / _best(buffer.max, device)
+    plain = 4 * count / _best(buffer.max, device)
+    native = _native(device)
+    return plain if native is None else max(plain, native.read_bandwidth(buffer.data_ptr(), 4 * count))
+
+
+def _native(device: torch.device) -> Any:
+    try:
+        return native_module() if device.type == "cpu" else None
+    except ImportError:
+        return None
 
 
 def _best(call: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

@@ -84,8 +84,8 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
     by rounding only; with granularity > 1 a token whose k-th and next group have the same logit to the last bit of
     float32 could mix them. With top_k * granularity = 1 the weight is the constant 1: only the auxiliary losses then
     train the router. Dtype, device and requires_grad follow the dense weights. In a model, every `DenseFFN` is
-    taken and, where transformers is installed, every dense FFN that `moeffn.integrations.transformers.replace_ffn` would replace or has
-    replaced; dropout behind the FFN stays, dropout inside it is left out.
+    taken and, where transformers is installed, every dense FFN that `replace_ffn` of the transformers integration would
+    replace or has replaced; dropout behind the FFN stays, dropout inside it is left out.
 
     Raises ValueError/TypeError for impossible numbers, a width that `granularity` does not divide, an FFN with an
     output gate, or a model without a dense FFN; nothing is changed then.

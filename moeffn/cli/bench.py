@@ -103,7 +103,7 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
     from .. import backends
     from ..accounting.block import Block, active_weights, total_weights
     from ..measure import matmul_ceiling, read_ceiling
-    from .doctor import cpu_model, describe_backend
+    from .doctor import cpu_model, kernel_of
 
     if device == "cuda" and not torch.cuda.is_available():
         raise checks.bad("--device", "'cpu' (torch sees no GPU here)", "'cuda'")
@@ -135,7 +135,7 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
         "block": label, "config": dataclasses.asdict(config), "experts_held": config.num_experts,
         "experts_of_model": all_experts, "weights_total": total, "weights_active": active_weights(sizes),
         "weight_bytes": total * kind.itemsize, "dtype": dtype, "device": device, "routing": routing, "seed": seed,
-        "backend": name, "kernel": describe_backend(name), "threads": torch.get_num_threads(),
+        "backend": name, "kernel": kernel_of(name), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "machine": torch.cuda.get_device_name() if device == "cuda" else cpu_model(),
         "ceilings": ceilings, "rows": rows,
     }

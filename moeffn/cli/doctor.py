@@ -52,7 +52,7 @@ def inspect_machine() -> dict[str, Any]:
         "packages": {name: version_of(name) for name in PACKAGES},
         "backends": table,
         "auto": auto,
-        "native": describe_backend("native"),
+        "native": describe_native(),
         "cpu": {"model": cpu_model(), "arch": platform.machine(), "features": cpu_features(),
                 "torch_capability": torch.backends.cpu.get_cpu_capability()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -64,15 +64,22 @@ def inspect_machine() -> dict[str, Any]:
     }
 
 
-def describe_backend(name: str) -> str | None:
-    """What a backend says of itself (kernel, instruction set, threads); None when it is absent or says nothing."""
-    from .. import backends
+def describe_native() -> str | None:
+    """The native backend's instruction sets and the one it uses; None when it was not built."""
+    from ..backends.native import module
 
     try:
-        describe = getattr(backends.get(name), "describe", None)
+        native = module()
     except ImportError:
         return None
-    return describe() if describe else None
+    return f"uses {native.isa()} of {', '.join(native.isas())}; {native.threads()} threads (MOEFFN_ISA forces one)"
+
+
+def kernel_of(backend: str) -> str | None:
+    """The kernel (for native its instruction set) of the backend's latest call, where it tells."""
+    from .. import backends
+
+    return getattr(backends.get(backend), "last_kernel", None)
 
 
 def version_of(package: str) -> str | None:
