@@ -147,8 +147,20 @@ def test_doctor_names_the_extra_of_a_missing_package(capsys, monkeypatch):
     assert "pip install 'moeffn[hf]'" in run(capsys, "doctor")[1]
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Ceilings given instead of measured, and as few calls as a median needs."""
+    from moeffn import measure
+
+    monkeypatch.setattr(measure, "matmul_ceiling", lambda device, dtype: 1e11)
+    monkeypatch.setattr(measure, "read_ceiling", lambda device: 1e10)
+    once = measure.median_seconds
+    monkeypatch.setattr(measure, "median_seconds",
+                        lambda call, device, **_: once(call, device, at_least=0.0, calls=3, warmup=1))
+
+
 @pytest.mark.parametrize("spec", ["uniform", "balanced", "zipf:1.2", "hot:2", "single"])
-def test_bench_routings_show_their_load(spec, tiny, capsys):
+def test_bench_routings_show_their_load(spec, tiny, quick, capsys):
     code, out, _ = run(capsys, "bench", tiny, "--tokens", "64", "--routing", spec, "--json", "--dtype", "float32")
     assert code == 0
     load = json.loads(out)["rows"][0]["max_over_mean_load"]
@@ -181,13 +193,13 @@ def _cpu(dtype: str):
     return torch.device("cpu"), getattr(torch, dtype)
 
 
-def test_bench_with_fewer_experts_says_so(tiny, capsys):
+def test_bench_with_fewer_experts_says_so(tiny, quick, capsys):
     code, out, _ = run(capsys, "bench", tiny, "--tokens", "4", "--num-experts", "3")
     assert code == 0
     assert "3 experts of 8, fewer held" in " ".join(out.split())
 
 
-def test_bench_reports_a_wrong_backend(tiny, capsys, monkeypatch):
+def test_bench_reports_a_wrong_backend(tiny, quick, capsys, monkeypatch):
     """The check at real size is a check: a kernel that returns something else is marked."""
     from moeffn import measure
 

@@ -1,4 +1,4 @@
-"""When moeffn is installed, the tests must exercise that installation, with its compiled module, not the source beside them."""
+"""When moeffn is installed, the tests must exercise that installation, with its compiled module, not the source."""
 
 from __future__ import annotations
 
