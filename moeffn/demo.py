@@ -44,6 +44,8 @@ class DemoConfig:
         for name in ("num_experts", "top_k", "pairs", "held_out"):
             checks.positive_int(name, getattr(self, name))
         checks.non_negative_int("steps", self.steps)
+        if self.top_k > self.num_experts:
+            raise checks.bad("top_k", f"at most num_experts = {self.num_experts}", self.top_k)
 
 
 @dataclass
