@@ -434,7 +434,7 @@ def test_plan_command(invoke, tmp_path):
     pytest.importorskip("matplotlib")
     result = invoke("plan", "DeepSeek-V3", "--ranks", "8,16,32", "--tokens", "32", "--png", str(png))
     assert result.exit_code == 0, result.output
-    assert "tok/s/GPU" in result.output
+    assert "tok/s a GPU" in result.output
     assert "nothing is gained" in result.output
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     data = json.loads(invoke("plan", "DeepSeek-V3", "--ranks", "16", "--tokens", "32", "--json").output)

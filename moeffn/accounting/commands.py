@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -142,13 +143,17 @@ def _loads(source: str, path: Path) -> list[float]:
 
 def _show_plan(found: ClusterPlan) -> None:
     console = Console()
-    table = Table("ranks", "nodes", "tokens", "experts", "exchange", "dense ms", "dispatch", "experts ms", "combine",
-                  "step ms", "tok/s/GPU", "GB/rank", "binds")
+    names = {"direct": "direct", "hierarchical": "2-hop", "alltoall": "a2a"}
+    table = Table("ranks", "tok", "exp", "via", "dense", "expert", "exch", "step", "tok/s", "GB", "binds",
+                  box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for p in found.points:
-        table.add_row(str(p.ranks), str(p.nodes), str(p.tokens_per_rank), str(p.experts_per_rank), p.exchange,
-                      *(f"{t / 1000:.2f}" for t in (p.dense_us, p.dispatch_us, p.expert_us, p.combine_us, p.step_us)),
-                      f"{p.tokens_per_s_per_gpu:.0f}", f"{p.memory_gb:.1f}" + ("" if p.fits else " !"), p.binds)
-    console.print(f"[bold]{found.model}[/bold] on {found.cluster}: model bounds, not measurements; ! does not fit")
+        times = (p.dense_us, p.expert_us, p.dispatch_us + p.combine_us, p.step_us)
+        table.add_row(str(p.ranks), str(p.tokens_per_rank), str(p.experts_per_rank), names.get(p.exchange, "-"),
+                      *(f"{t / 1000:.1f}" for t in times), f"{p.tokens_per_s_per_gpu:.0f}",
+                      f"{p.memory_gb:.0f}" + ("" if p.fits else "!"), p.binds)
+    console.print(f"[bold]{found.model}[/bold] on {found.cluster}: bounds of the model, not measurements")
+    console.print("tok: tokens a rank; exp: experts of the fullest rank; times: ms a step; tok/s a GPU;\n"
+                  "GB a rank, with ! where it does not fit")
     console.print(table)
     for tokens in dict.fromkeys(p.tokens_per_rank for p in found.points):
         stop = found.stops_paying(tokens)
