@@ -1,6 +1,6 @@
 """Forward (and forward + backward) of one MoE FFN on a CPU: native against every contender that is installed.
 
-    python benchmarks/bench_cpu.py [--dtype bf16] [--shapes S1,S3] [--tokens 1,64] [--train] [--busy] [--isa avx512_bf16]
+    python benchmarks/bench_cpu.py [--dtype bf16] [--shapes S1,S3] [--tokens 1,64] [--train] [--busy] [--isa NAME]
 
 Timed: (x, experts, weights) -> y with plain weights already in memory; the router is not. Contenders alternate in one
 run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and active
@@ -237,7 +237,8 @@ def plot(csv_path: Path) -> Path:
         ax.set(title=f"{shape}: D={s.D} F={s.F} E={s.E} K={s.K}", xlabel="tokens", ylabel="ms")
         ax.grid(alpha=0.3)
     axes[0][0].legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['pass']}, {rows[0]['dtype']}, {rows[0]['cpu']}, {rows[0]['threads']} threads", fontsize=9)
+    first = rows[0]
+    figure.suptitle(f"{first['pass']}, {first['dtype']}, {first['cpu']}, {first['threads']} threads", fontsize=9)
     path = csv_path.with_suffix(".png")
     figure.savefig(path, dpi=110)
     return path
@@ -272,7 +273,8 @@ def main() -> None:
         if args.busy:
             rows += busy(SHAPES[name], args.dtype, names, args.seconds)
             continue
-        rows += bench(SHAPES[name], [int(t) for t in args.tokens.split(",")], args.dtype, args.train, names, args.seconds)
+        tokens = [int(t) for t in args.tokens.split(",")]
+        rows += bench(SHAPES[name], tokens, args.dtype, args.train, names, args.seconds)
     if not args.busy:
         print(summary(rows))
     if args.name:

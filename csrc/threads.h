@@ -1,6 +1,7 @@
 // Torch's own OpenMP pool (the module links the same libgomp that torch loaded first), so torch.set_num_threads rules.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <thread>
@@ -69,7 +70,8 @@ class Claims {
   std::atomic<int64_t> next_{0};
 };
 
-// Counts finished tasks; waiters spin for a bounded time (about 20 us), then give their core away.
+// Counts finished tasks. Waiters spin for as long as a decode task may take, then give their core away: whoever yields
+// beside a busy process gets the core back a time slice later, 3 ms, which is more than a whole decode call.
 class Latch {
  public:
   void reset(int64_t n) { left_.store(n, std::memory_order_relaxed); }
@@ -77,11 +79,15 @@ class Latch {
   bool done() { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
   bool ready() const { return left_.load(std::memory_order_acquire) <= 0; }
   void wait() const {
-    for (int spin = 0; !ready(); ++spin) {
-      if (spin < 400)
-        pause_cpu();
-      else
-        std::this_thread::yield();
+    using Clock = std::chrono::steady_clock;
+    constexpr auto kPatience = std::chrono::microseconds(300);
+    Clock::time_point start{};
+    for (int spin = 1; !ready(); ++spin) {
+      pause_cpu();
+      if (spin % 64) continue;
+      const auto now = Clock::now();
+      if (start == Clock::time_point{}) start = now;
+      if (now - start > kPatience) std::this_thread::yield();
     }
   }
 
