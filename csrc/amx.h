@@ -58,7 +58,7 @@ static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n
   const Experts& w = *p.w;
   if (!w.b_in.data && !p.h) return;  // nobody reads them
   fetch_bias(w.b_in, block.expert, f * w.gate_step(), w.gate_step(), n, buf.bias);
-  if (w.act.gated) fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, buf.bias + 64);
+  if (w.act.gated) fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, buf.bias + 32);
 }
 
 // One tile of gate sums and one of up sums (hidden units f.., tokens m0..) -> h, and act in B order.
@@ -86,29 +86,7 @@ static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f
   if (f + kGroup >= w.F && f / kGroup % 2 == 0) memset(to + kGroup * kGroup * 2, 0, kGroup * kGroup * 2);
 }
 
-// Four tiles of weights share the only group of tokens.
-static void tile_up_narrow(const Part& p, const Block& block, int64_t f0, int64_t f1, const TileBuffers& buf) {
-  const Experts& w = *p.w;
-  const int64_t step = w.gate_step(), span = (w.act.gated ? 2 : 4) * kGroup;
-  for (int64_t f = f0; f < f1; f += span) {
-    Rows16 a[4];
-    int64_t count[4], unit[4];
-    for (int i = 0; i < 4; ++i) {
-      unit[i] = f + (w.act.gated ? i / 2 : i) * kGroup;
-      const int64_t left = f1 - unit[i];
-      count[i] = left < 0 ? 0 : least(kGroup, left);
-      const int64_t row = (count[i] ? unit[i] : f) * step + (w.act.gated && i % 2 ? w.up_shift() : 0);
-      a[i] = rows16(w.w_in, block.expert, row, step, count[i], w.D, i, buf);
-    }
-    fetch_biases(p, block, f, least(span, f1 - f), buf);
-    tiles_4x1(a, buf.x, w.D, buf.sums);
-    for (int i = 0; i < 4; i += w.act.gated ? 2 : 1)
-      if (count[i])
-        finish_tile(p, block, 0, unit[i], count[i], buf.sums + i * 256, buf.sums + (i + w.act.gated) * 256,
-                    buf.bias + (unit[i] - f), buf.bias + 64 + (unit[i] - f));
-  }
-}
-
+// Rows [f0, f1) of the hidden units: a panel is a tile of gate rows and one of up rows, or two tiles when not gated.
 static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, Local& local) {
   if (block.rows <= kTileDotLimit) return up_task<PairLane, bf16>(p, block, f0, f1, local);
   const Experts& w = *p.w;
@@ -119,7 +97,6 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
   }
   const UseTiles tiles;
   const int64_t groups = (block.rows + kGroup - 1) / kGroup;
-  if (groups == 1) return tile_up_narrow(p, block, f0, f1, buf);
   const int64_t step = w.gate_step(), span = w.act.gated ? kGroup : 2 * kGroup;
   int64_t biased = -1;
   auto get = [&](int64_t panel, Rows16* a) {
@@ -137,7 +114,7 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
       for (int64_t i = 0; i < (w.act.gated ? 1 : 2); ++i)
         if (f + i * kGroup < f1)
           finish_tile(p, block, (g + j) * kGroup, f + i * kGroup, least(kGroup, f1 - f - i * kGroup),
-                      sums + (2 * i + j) * 256, sums + (2 + j) * 256, buf.bias + i * kGroup, buf.bias + 64 + i * kGroup);
+                      sums + (2 * i + j) * 256, sums + (2 + j) * 256, buf.bias + i * kGroup, buf.bias + 32 + i * kGroup);
   };
   tile_product((f1 - f0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, get, finish);
 }
@@ -169,18 +146,6 @@ static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1,
     const int64_t left = d1 - d, count = left < 0 ? 0 : least(kGroup, left);
     return rows16(w.w_out, block.expert, count ? d : d0, 1, count, w.F, index, buf);
   };
-  if (groups == 1) {
-    for (int64_t d = d0; d < d1; d += 4 * kGroup) {
-      Rows16 a[4];
-      for (int i = 0; i < 4; ++i) a[i] = tile(d + i * kGroup, i);
-      fetch_bias(w.b_out, block.expert, d, 1, least(4 * kGroup, d1 - d), buf.bias);
-      tiles_4x1(a, block.act, w.F, buf.sums);
-      for (int i = 0; i < 4 && d + i * kGroup < d1; ++i)
-        finish_out(p, block, 0, d + i * kGroup, least(kGroup, d1 - d - i * kGroup), buf.sums + i * 256,
-                   buf.bias + i * kGroup);
-    }
-    return;
-  }
   int64_t biased = -1;
   auto get = [&](int64_t panel, Rows16* a) {
     for (int i = 0; i < 2; ++i) a[i] = tile(d0 + (2 * panel + i) * kGroup, i);
