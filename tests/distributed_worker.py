@@ -167,6 +167,12 @@ class Suite:
         for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
             self._compare(config(), self.mesh, ParallelConfig(loss="mean", dispatcher=name), self._tokens())
 
+    def case_tokens_in_chunks(self) -> None:
+        """More chunks than some ranks have tokens: the number of calls is agreed, not derived."""
+        for name in ("all_to_all, dedup rank", "all_gather"):
+            self._compare(config(d_shared=4), self.mesh, ParallelConfig(loss="sum", dispatcher=name, chunks=3),
+                          self._tokens())
+
     def case_fewer_experts_than_ranks_and_more_choices_than_local_experts(self) -> None:
         self._compare(config(E=self.W - 1 or 1, K=1), self.mesh, ParallelConfig(loss="sum"), self._tokens())
         self._compare(config(E=self.W + 1, K=self.W + 1), self.mesh, ParallelConfig(loss="sum"), self._tokens())
@@ -342,7 +348,7 @@ class Suite:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def case_checkpoint_by_global_expert(self) -> None:
-        """Written by two ranks; each suite reads it: bit-identical by expert id, optimizer state included."""
+        """Written by two ranks; each suite reads it: bit-identical by expert id."""
         c = config(E=7, bias=True, d_shared=4, selection_bias=True)
         torch.manual_seed(21)
         source = MoEFFN(c, backend="torch", dtype=torch.float64)

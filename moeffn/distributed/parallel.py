@@ -48,6 +48,7 @@ class ParallelConfig:
     ranks_per_node  of the ep group; None: LOCAL_WORLD_SIZE (torchrun sets it) where it divides the group, else one node
     links           bandwidths for the cost model
     deadline        seconds per exchange on gloo; None: the group's timeout
+    chunks          parts in which tokens travel, each while the experts work on the part before
     budget          rows from each rank to each rank, fixed (see `AllToAll`); needs "all_to_all, dedup rank" or "none"
     placement       where experts are computed, with replicas (see `balance_replicas`); None: on the rank that owns them
     broadcast       first give every rank the parameters and buffers of the mesh's first rank
@@ -59,6 +60,7 @@ class ParallelConfig:
     ranks_per_node: int | None = None
     links: Links | None = None
     deadline: float | None = None
+    chunks: int = 1
     budget: int | None = None
     placement: Placement | None = None
     broadcast: bool = True
@@ -67,6 +69,7 @@ class ParallelConfig:
         checks.one_of("ParallelConfig.dispatcher", self.dispatcher, _CHOICES)
         checks.one_of("ParallelConfig.loss", self.loss, ("mean", "sum"))
         checks.positive_int("ParallelConfig.tokens", self.tokens)
+        checks.positive_int("ParallelConfig.chunks", self.chunks)
         if self.budget is not None and not self.dispatcher.startswith("all_to_all"):
             raise checks.bad("ParallelConfig.budget", "None unless dispatcher is 'all_to_all, …'", self.budget)
 
@@ -133,7 +136,7 @@ def _distribute(layer: MoEFFN, mesh: DeviceMesh, config: ParallelConfig, transpo
         experts.register_parameter(key, nn.Parameter(sharded, requires_grad=p.requires_grad))
     experts.__class__ = ParallelExperts
     assert isinstance(experts, ParallelExperts)
-    experts.mesh, experts.loss = mesh, config.loss
+    experts.mesh, experts.loss, experts.chunks = mesh, config.loss, config.chunks
     experts.dispatcher = make_dispatcher(name, transport, placement, config)
     experts.replicator = None if placement == home else Replicator(transport, home, placement)
     layer.__class__ = ParallelMoEFFN
@@ -177,6 +180,7 @@ class ParallelExperts(Experts):
 
     mesh: DeviceMesh
     loss: str
+    chunks: int
     dispatcher: Dispatcher
     replicator: Replicator | None
 
@@ -194,7 +198,8 @@ class ParallelExperts(Experts):
 
     def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto",
                 meanwhile: Callable[[], None] | None = None) -> Tensor:
-        return expert_parallel_ffn(x, routing, self.weights, self.dispatcher, backend=backend, meanwhile=meanwhile)
+        return expert_parallel_ffn(x, routing, self.weights, self.dispatcher, backend=backend, chunks=self.chunks,
+                                   meanwhile=meanwhile)
 
 
 class ParallelMoEFFN(MoEFFN):
