@@ -117,6 +117,12 @@ def test_unsupported_families_are_named_with_the_reason():
     with pytest.raises(ValueError, match=r"NllbMoeSparseMLP.*0/1 mask"):
         replace_ffn(block)
     assert {n: type(m) for n, m in block.named_modules()} == before
+    holder = torch.nn.ModuleList([block, torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(),
+                                                             torch.nn.Linear(12, 8))])
+    report = replace_ffn(holder, on_unsupported="leave")
+    assert [r.name for r in report.replaced] == ["1"] and "0/1 mask" in report.left[0].reason
+    holder[1] = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
+    assert not replace_ffn(holder, moe=False).left
 
 
 def test_every_supported_family_is_in_the_table_once_a_class():

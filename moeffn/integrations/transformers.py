@@ -176,7 +176,8 @@ class _Planner:
             self.leave(name, module, families.LEFT[cls])
         elif cls in families.UNSUPPORTED and families.from_transformers(original_class(module)):
             taken = ("*",)
-            self.refuse(name, module, families.UNSUPPORTED[cls][1])
+            if self.moe:
+                self.refuse(name, module, families.UNSUPPORTED[cls][1])
         elif families.lookup(module, "swapped") is not None or contract.is_decorated(module):
             taken = self.plan_moe(name, module) if self.moe else ("*",)
         elif self.dense and ffn.candidate(module):
