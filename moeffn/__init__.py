@@ -19,7 +19,7 @@ _HOMES = {
     "backends": ("Grads", "resolve"),
     "upcycling": ("upcycle", "UpcycleReport"),
 }
-_MODULES = ("accounting", "backends", "reference", "testing")
+_MODULES = ("accounting", "backends", "distributed", "reference", "testing")
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted([*_NAMES, *_MODULES])
 

@@ -248,6 +248,23 @@ class Suite:
             want = own_part(name, reference[name].detach(), self.mesh, placement)
             assert torch.allclose(got, want, rtol=1e-9, atol=1e-9), name
 
+    def case_fixed_budget(self) -> None:
+        """Enough rows: one process's answer; too few: counted, and dropped slots contribute exactly nothing."""
+        wide = ParallelConfig(loss="sum", dispatcher="all_to_all, dedup rank", budget=7)
+        self._compare(config(d_shared=4), self.mesh, wide, self._tokens())
+        par = parallelize(layer(config(E=self.W, K=self.W)), self.mesh,
+                          ParallelConfig(loss="sum", dispatcher="all_to_all, dedup rank", budget=2))
+        x = batches([5])[0]
+        y = par(x)  # every token goes to every rank; the last three find no row
+        assert int(par.experts.dispatcher.dropped) == 3 * self.W
+        assert bool((y[2:] == 0).all()) and bool((y[:2] != 0).any())
+
+    def case_balanced_placement_of_uneven_experts(self) -> None:
+        """Experts computed elsewhere than they are stored: sizes that differ by one, as one process."""
+        E = 2 * self.W + 1
+        c = ParallelConfig(loss="sum", placement=Placement.balanced(E, self.W))
+        self._compare(config(E=E), self.mesh, c, self._tokens())
+
     def case_ranks_that_use_different_experts(self) -> None:
         """Rank r's tokens go to expert r alone: every parameter is one packed tensor, so nothing hangs."""
         E = self.W

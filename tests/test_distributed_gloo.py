@@ -14,7 +14,7 @@ SIZES = [2, 3, 4] + ([8] if os.environ.get("MOEFFN_TEST_RANKS") == "8" else [])
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
     folder = tmp_path_factory.mktemp("gloo")
-    return {W: run_ranks("distributed_worker.py", W, "all", folder / str(W), deadline=240) for W in SIZES}
+    return {W: run_ranks("distributed_worker.py", W, "all", folder / str(W), deadline=400) for W in SIZES}
 
 
 def _case_names() -> list[str]:

@@ -114,6 +114,7 @@ class _OneHop:
             checks.positive_int("budget", budget)
         self.transport, self.placement, self.rank = transport, placement, transport.rank
         self.dedup, self.budget, self.verify = dedup, budget, verify
+        self.dropped: Tensor | None = None
         self._agreed = False
 
     def plan(self, routing: Routing, D: int, dtype: torch.dtype) -> Handle:
@@ -128,6 +129,7 @@ class _OneHop:
     def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
                  meanwhile: Callable[[], None] | None = None) -> Batch:
         handle = handle or self.plan(routing, x.shape[1], x.dtype)
+        self.dropped = handle.dropped
         x, ids, weights = fly(handle.hops[0], x, routing.weights, meanwhile)
         return Batch(x, local_routing(ids, weights, self.placement, self.rank, routing), handle)
 
@@ -139,7 +141,8 @@ class AllToAll(_OneHop):
     """Each token goes to the ranks of its experts, once per rank (dedup "rank") or once per slot ("none").
 
     budget  rows that a rank may send to each rank: sizes become fixed, nothing is announced, the host never waits, and
-            what does not fit is dropped, in token order, and counted in `Handle.dropped`. None: nothing is dropped.
+            what does not fit is dropped, in token order, and counted in `Handle.dropped` and, for the latest
+            dispatch, in `dropped` (() int64 on the device, this rank's slots). None: nothing is dropped.
     verify  check what arrives; None: on CPUs only, because on a GPU it makes the host wait
     """
 

@@ -77,7 +77,7 @@ class GroupTransport:
         account(self, rows, send, what)
         out = rows.new_empty((sum(recv), rows.shape[1]))
         options = dist.AllToAllOptions()
-        if self.deadline is not None:
+        if self.deadline is not None and rows.device.type == "cpu":
             options.timeout = timedelta(seconds=self.deadline)
         try:
             work = self.group.alltoall_base(out, rows.contiguous(), list(recv), list(send), options)
