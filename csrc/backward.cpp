@@ -5,13 +5,17 @@
 #include <vector>
 
 #include "backward_kernels.h"
+#include "pages.h"
 #include "scratch.h"
 #include "threads.h"
 
 namespace moeffn {
 namespace {
 
-constexpr int64_t kChunkBytes = 512 << 10;   // packed weights of one product: they and a panel of rows stay in L2
+// Weights are packed in pieces of so many words by so many columns (512 KiB), which stay in L2; rows of 1 KiB and more
+// are read at the speed of memory, and a panel of 32 rows of so many words stays in L1.
+constexpr int64_t kPieceWords = 256;
+constexpr int64_t kPieceColumns = 512;
 constexpr int64_t kBlockBytes = 2048 << 10;  // packed rows of x or dy
 constexpr int64_t kTasksPerThread = 6;
 constexpr int64_t kMaxPanel = 1024;        // hidden units of one task
@@ -39,6 +43,14 @@ struct Task {
   int64_t expert, rows, begin, end;
 };
 
+struct Kept {
+  explicit Kept(size_t bytes) : pages(pages_take(bytes)) {}
+  ~Kept() { pages_give(pages); }
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  const Pages pages;
+};
+
 class Pass {
  public:
   Pass(const Experts& experts, const Backward& call)
@@ -51,8 +63,8 @@ class Pass {
     want_dh_ = c_.dx || c_.w_in.data || c_.b_in.data || (c_.dweights && c_.apply_to_input);
     want_da_ = want_dh_ || c_.dweights;
     want_rows_ = c_.dx || (c_.dweights && c_.apply_to_input);
-    chunk_f_ = chunk(D_, F_);
-    chunk_d_ = chunk(H_, D_);
+    chunk_f_ = chunk(F_);
+    chunk_d_ = chunk(D_);
     dots_per_row_ = c_.apply_to_input ? ceil_div(D_, chunk_d_) : ceil_div(F_, chunk_f_) + 1;
     for (int64_t e = 0; e < w_.E; ++e) max_rows_ = std::max(max_rows_, rows_of(e));
     block_ = std::min(round_up(max_rows_, 32), std::clamp(kBlockBytes / (elem_ * D_) / 32 * 32, int64_t{64}, int64_t{1024}));
@@ -62,21 +74,21 @@ class Pass {
     plan_tasks();
     Carver shared(nullptr);
     carve_shared(shared);
-    Scratch shared_memory(shared.used());
-    Carver real(shared_memory.data());
+    const Kept shared_memory(shared.used());
+    Carver real(shared_memory.pages.data);
     carve_shared(real);
     Carver local(nullptr);
     Local unused;
     carve_local(local, unused);
     const size_t local_bytes = local.used() + 4096;
-    Scratch local_memory(local_bytes * static_cast<size_t>(threads_));
+    const Kept local_memory(local_bytes * static_cast<size_t>(threads_));
 
     auto each = [&](int64_t total, auto&& body) {
       if (total <= 0) return;
       Claims claims(total);
       parallel(static_cast<int>(std::min<int64_t>(threads_, total)), [&](int thread, int) {
         Local mine;
-        Carver carver(local_memory.data() + local_bytes * static_cast<size_t>(thread));
+        Carver carver(local_memory.pages.data + local_bytes * static_cast<size_t>(thread));
         carve_local(carver, mine);
         for (int64_t i = claims.next(); i >= 0; i = claims.next()) body(i, mine);
       });
@@ -103,10 +115,10 @@ class Pass {
   int64_t words(int64_t k) const { return k_.pairs ? (k + 1) / 2 : k; }
   size_t a_floats(int64_t m, int64_t k) const { return static_cast<size_t>(round_up(m, k_.panel) * round_up(words(k), 16)); }
   size_t b_floats(int64_t k, int64_t n) const { return static_cast<size_t>(round_up(n, 32) * round_up(words(k), 16)); }
-  // Columns of weights (depth, columns) that are packed at a time.
-  int64_t chunk(int64_t depth, int64_t columns) const {
-    const int64_t fit = kChunkBytes / (elem_ * depth) / 32 * 32;
-    return std::min(round_up(columns, 32), std::clamp(fit, int64_t{32}, int64_t{512}));
+  int64_t piece() const { return k_.pairs ? 2 * kPieceWords : kPieceWords; }
+  // Columns of weights that are packed at a time.
+  static int64_t chunk(int64_t columns) {
+    return round_up(ceil_div(columns, std::max<int64_t>(1, ceil_div(columns, kPieceColumns))), 32);
   }
 
   // Large experts are cut along F (or D), so that there are several tasks for each thread; results do not depend on it.
@@ -147,9 +159,9 @@ class Pass {
     to.rows = from.take<const char*>(static_cast<size_t>(std::max(deepest, 2 * kMaxPanel) + 64));
     to.more = from.take<const char*>(static_cast<size_t>(block_ + 64));
     to.a = from.take<float>(std::max({a_floats(block_, D_), a_floats(block_, H_), b_floats(block_, D_)}));
-    to.b = from.take<float>(std::max({b_floats(D_, chunk_f_), b_floats(H_, chunk_d_), b_floats(block_, panel)}));
+    to.b = from.take<float>(std::max(b_floats(piece(), std::max(chunk_f_, chunk_d_)), b_floats(block_, panel)));
     to.turned = from.take<float>(std::max(a_floats(D_, block_), a_floats(gated * panel, block_)));
-    to.da = from.take<float>(static_cast<size_t>(block_ * chunk_f_));
+    to.da = from.take<float>(static_cast<size_t>(round_up(block_, k_.panel) * std::max(chunk_f_, chunk_d_)));
     to.scaled = from.take<char>(static_cast<size_t>(std::max(block_ * panel, c_.apply_to_input ? block_ * D_ : 0) * elem_));
     to.sum = from.take<float>(static_cast<size_t>(std::max(D_, gated * panel) + 64));
     to.total = from.take<float>(static_cast<size_t>(std::max(D_, gated * panel) + 64));
@@ -157,24 +169,35 @@ class Pass {
     to.partial_out = from.take<float>(partial && c_.w_out.data ? static_cast<size_t>(D_ * round_up(panel, 32)) : 0);
     to.partial_in = from.take<float>(partial && c_.w_in.data ? static_cast<size_t>(gated * panel * round_up(D_, 32)) : 0);
     const bool strange = (w_.w_in.s1 != 1 && w_.w_in.s2 != 1) || (w_.w_out.s1 != 1 && w_.w_out.s2 != 1);
-    to.copy = from.take<char>(strange ? static_cast<size_t>(std::max(D_ * chunk_f_, H_ * chunk_d_) * 4) : 0);
+    to.copy = from.take<char>(strange ? static_cast<size_t>(piece() * std::max(chunk_f_, chunk_d_) * 4) : 0);
   }
 
-  // B = rows [0, depth) and columns [n0, n1) of one expert's matrix, packed.
-  void pack_weights(const Array& w, int64_t e, int64_t depth, int64_t n0, int64_t n1, Local& mine) const {
-    const int64_t n = n1 - n0;
+  // mine.da (rows, columns n0..n1) = rows packed in mine.a (rows, depth) times one expert's matrix (depth, columns).
+  void multiply(const Array& w, int64_t e, int64_t depth, int64_t n0, int64_t n1, int64_t rows, Local& mine) const {
+    for (int64_t k = 0; k < depth; k += piece()) {
+      const int64_t deep = std::min(piece(), depth - k);
+      pack_weights(w, e, k, k + deep, n0, n1, mine);
+      k_.product(mine.a + words(k) * k_.panel, words(depth), rows, mine.b, n1 - n0, words(deep), k > 0, mine.da,
+                 round_up(n1 - n0, 32));
+    }
+  }
+
+  // B = rows [k0, k1) and columns [n0, n1) of one expert's matrix, packed.
+  void pack_weights(const Array& w, int64_t e, int64_t k0, int64_t k1, int64_t n0, int64_t n1, Local& mine) const {
+    const int64_t n = n1 - n0, depth = k1 - k0;
     if (w.s2 == 1) {
-      for (int64_t i = 0; i < depth; ++i) mine.rows[i] = static_cast<const char*>(w.at(e, i, n0));
+      for (int64_t i = 0; i < depth; ++i) mine.rows[i] = static_cast<const char*>(w.at(e, k0 + i, n0));
       k_.pack_b({mine.rows, depth, w.dtype}, n, mine.b);
     } else if (w.s1 == 1) {
-      for (int64_t i = 0; i < n; ++i) mine.rows[i] = static_cast<const char*>(w.at(e, 0, n0 + i));
+      for (int64_t i = 0; i < n; ++i) mine.rows[i] = static_cast<const char*>(w.at(e, k0, n0 + i));
       k_.pack_b_turned({mine.rows, n, w.dtype}, depth, mine.b);
     } else {
       const int64_t size = size_of(w.dtype);
       for (int64_t i = 0; i < depth; ++i) {
         char* to = mine.copy + i * n * size;
         mine.rows[i] = to;
-        for (int64_t j = 0; j < n; ++j) std::memcpy(to + j * size, w.at(e, i, n0 + j), static_cast<size_t>(size));
+        for (int64_t j = 0; j < n; ++j)
+          std::memcpy(to + j * size, w.at(e, k0 + i, n0 + j), static_cast<size_t>(size));
       }
       k_.pack_b({mine.rows, depth, w.dtype}, n, mine.b);
     }
@@ -249,7 +272,7 @@ class Pass {
       for (int64_t j = i; j < std::min(rows, i + 64); ++j) add(j, mine.sum);
       k_.add_row(reinterpret_cast<const char*>(mine.sum), DType::f32, n, 1.0f, mine.total);
     }
-    k_.write_row(mine.total, n, to.at(at), to.dtype, to.add);
+    k_.write_row(mine.total, n, 1.0f, to.at(at), to.dtype, to.add);
   }
 
   // dH, scaled activations and dots of some rows and the task's hidden units.
@@ -258,10 +281,7 @@ class Pass {
     if (want_da_) k_.pack_a({gather(c_.dy, row, rows, mine.more), rows, c_.dy.dtype}, D_, mine.a);
     for (int64_t f = task.begin; f < task.end; f += chunk_f_) {
       const int64_t n = std::min(chunk_f_, task.end - f);
-      if (want_da_) {
-        pack_weights(w_.w_out, task.expert, D_, f, f + n, mine);
-        k_.product(mine.a, rows, mine.b, n, words(D_), mine.da, chunk_f_);
-      }
+      if (want_da_) multiply(w_.w_out, task.expert, D_, f, f + n, rows, mine);
       if (!want_dh_ && !c_.w_out.data && !c_.dweights) continue;
       for (int64_t i = 0; i < rows; ++i) {
         const char* h = static_cast<const char*>(c_.h) + (row + i) * H_ * size_of(c_.dy.dtype);
@@ -271,7 +291,7 @@ class Pass {
         a.h_dtype = c_.dy.dtype;
         a.gate = h + f * step * size_of(c_.dy.dtype);
         a.up = h + (f + F_) * size_of(c_.dy.dtype);
-        a.da = want_da_ ? mine.da + i * chunk_f_ : nullptr;
+        a.da = want_da_ ? mine.da + i * round_up(n, 32) : nullptr;
         a.scale = scale_of(row + i);
         if (want_dh_) {
           a.d_gate = dh_at(row + i, f * step);
@@ -311,25 +331,16 @@ class Pass {
       k_.pack_a({mine.rows, rows, element()}, H_, mine.a);
       for (int64_t d = task.begin; d < task.end; d += chunk_d_) {
         const int64_t n = std::min(chunk_d_, task.end - d);
-        pack_weights(w_.w_in, task.expert, H_, d, d + n, mine);
-        RowSink to;
-        if (c_.dx) to.out = dx_rows_ + (row * D_ + d) * size;
-        to.dtype = c_.dy.dtype;
-        to.ld = D_;
-        if (c_.apply_to_input) {
-          for (int64_t i = 0; i < rows; ++i) mine.da[i] = weight_of(row + i);
-          to.scale = mine.da;
+        multiply(w_.w_in, task.expert, H_, d, d + n, rows, mine);
+        for (int64_t i = 0; i < rows; ++i) {
+          const float* c = mine.da + i * round_up(n, 32);
+          const float scale = c_.apply_to_input ? weight_of(row + i) : 1.0f;
+          if (c_.dx) k_.write_row(c, n, scale, dx_rows_ + ((row + i) * D_ + d) * size, c_.dy.dtype, false);
+          if (c_.apply_to_input && c_.dweights)
+            dots_[(row + i) * dots_per_row_ + d / chunk_d_] =
+                k_.dot_row(reinterpret_cast<const char*>(c), DType::f32, row_at(c_.x, token_of(row + i)) + d * size,
+                           c_.x.dtype, n);
         }
-        if (c_.apply_to_input && c_.dweights) {
-          to.x = gather(c_.x, row, rows, mine.more);
-          for (int64_t i = 0; i < rows; ++i) mine.more[i] += d * size;
-          to.x_dtype = c_.x.dtype;
-          to.dots = mine.da + rows;
-          std::fill_n(to.dots, rows, 0.0f);
-        }
-        k_.product_rows(mine.a, rows, mine.b, n, words(H_), to);
-        if (to.dots)
-          for (int64_t i = 0; i < rows; ++i) dots_[(row + i) * dots_per_row_ + d / chunk_d_] = to.dots[i];
       }
     }
   }
@@ -347,7 +358,7 @@ class Pass {
       for (int64_t i = 0; row >= 0 && i < dots_per_row_; ++i) sum += dots_[row * dots_per_row_ + i];
       c_.dweights[s] = sum;
     }
-    if (c_.dx) k_.write_row(mine.sum, D_, static_cast<char*>(c_.dx) + t * D_ * size, c_.dy.dtype, false);
+    if (c_.dx) k_.write_row(mine.sum, D_, 1.0f, static_cast<char*>(c_.dx) + t * D_ * size, c_.dy.dtype, false);
   }
 
   void clear(int64_t e) const {

@@ -1,8 +1,10 @@
 // What the backward adds to the Python module.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
 #include "backward.h"
+#include "pages.h"
 
 namespace moeffn {
 
@@ -52,6 +54,24 @@ inline const char* run_backward(const Experts& experts, int dtype, int64_t T, in
   return backward(experts, call);
 }
 
+// (uint8 tensor of `bytes` bytes that gives its pages back when it dies, whether they are all zeros).
+inline nanobind::tuple gradient_memory(size_t bytes) {
+  auto* pages = new Pages(pages_take(bytes));
+  nanobind::capsule owner(pages, [](void* p) noexcept {
+    pages_give(*static_cast<Pages*>(p));
+    delete static_cast<Pages*>(p);
+  });
+  const bool zeroed = pages->zeroed;
+  const size_t shape[1] = {bytes};
+  nanobind::ndarray<nanobind::pytorch, uint8_t> array(pages->data, 1, shape, owner);
+  return nanobind::make_tuple(array, zeroed);
+}
+
 }  // namespace moeffn
 
-inline void bind_backward(nanobind::module_& m) { m.def("backward", &moeffn::run_backward); }
+inline void bind_backward(nanobind::module_& m) {
+  m.def("backward", &moeffn::run_backward);
+  m.def("gradient_memory", &moeffn::gradient_memory);
+  m.def("pages_held", &moeffn::pages_held);
+  m.def("pages_release", &moeffn::pages_release);
+}

@@ -32,17 +32,6 @@ struct GradSink {
   bool load_partial = false, keep_partial = false;
 };
 
-// Where rows of dX go: scale[i] * C[i]; and dots[i] = <C[i], x[i]>.
-struct RowSink {
-  char* out = nullptr;  // nullptr: only the dots are wanted
-  DType dtype = DType::f32;
-  int64_t ld = 0;
-  const float* scale = nullptr;    // nullptr: ones
-  const char* const* x = nullptr;  // nullptr: no dots
-  DType x_dtype = DType::f32;
-  float* dots = nullptr;  // added to
-};
-
 // One row of the activation's backward; columns of a gated row alternate gate, up when interleaved.
 struct ActRow {
   const Activation* act = nullptr;
@@ -65,14 +54,15 @@ struct BackwardKernels {
   void (*pack_a_turned)(const RowsOf&, int64_t m, float* out);  // A = transpose of rows (K, m)
   void (*pack_b)(const RowsOf&, int64_t n, float* out);         // B = rows (K, n)
   void (*pack_b_turned)(const RowsOf&, int64_t k, float* out);  // B = transpose of rows (N, k)
-  void (*product)(const float* a, int64_t m, const float* b, int64_t n, int64_t words, float* out, int64_t ld);
-  void (*product_rows)(const float* a, int64_t m, const float* b, int64_t n, int64_t words, const RowSink&);
+  // out (M, N) = [out +] A B, where B holds `words` words of K and panels of A lie a_words apart (those of all of K).
+  void (*product)(const float* a, int64_t a_words, int64_t m, const float* b, int64_t n, int64_t words, bool add,
+                  float* out, int64_t ld);
   void (*product_grad)(const float* a, int64_t m, const float* b, int64_t n, int64_t words, const GradSink&);
   float (*act_row)(const ActRow&, int64_t n);                                            // -> <dA', act(H)>
   void (*scale_row)(const char* row, DType, int64_t n, float scale, char* out);          // elements = scale * row
   void (*add_row)(const char* row, DType, int64_t n, float scale, float* sum);           // sum += scale * row
   float (*dot_row)(const char* a, DType, const char* b, DType, int64_t n);
-  void (*write_row)(const float* sum, int64_t n, char* out, DType, bool add);            // out = [out +] sum
+  void (*write_row)(const float* row, int64_t n, float scale, char* out, DType, bool add);  // out = [out +] scale * row
   void (*clear)(char* to, size_t bytes);                                                 // zeros, past the caches
 };
 

@@ -29,14 +29,23 @@ struct TileScope {
   ~TileScope() { _tile_release(); }
 };
 
+// c (rows, 32) = [c +] A B. Rows up to the next multiple of 16 are written.
 template <class L>
-static void tile_product(int64_t rows, const float* a, const float* b, int64_t words, Tile& tile) {
-  const int64_t blocks = (words + 15) / 16;
-  _tile_zero(0);
-  _tile_zero(1);
+static void tile_product(int64_t rows, const float* a, const float* b, int64_t words, bool add, float* c, int64_t ld) {
+  const int64_t blocks = (words + 15) / 16, stride = ld * 4;
+  float* low = c + 16 * ld;
   if (rows > 16) {
-    _tile_zero(2);
-    _tile_zero(3);
+    if (add) {
+      _tile_loadd(0, c, stride);
+      _tile_loadd(1, c + 16, stride);
+      _tile_loadd(2, low, stride);
+      _tile_loadd(3, low + 16, stride);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
     for (int64_t k = 0; k < blocks; ++k, a += 32 * 16, b += 16 * 32) {
       _tile_loadd(6, b, 128);
       _tile_loadd(4, a, 64);
@@ -47,9 +56,16 @@ static void tile_product(int64_t rows, const float* a, const float* b, int64_t w
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(2, &tile.c[16][0], 128);
-    _tile_stored(3, &tile.c[16][16], 128);
+    _tile_stored(2, low, stride);
+    _tile_stored(3, low + 16, stride);
   } else {
+    if (add) {
+      _tile_loadd(0, c, stride);
+      _tile_loadd(1, c + 16, stride);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+    }
     for (int64_t k = 0; k < blocks; ++k, a += 32 * 16, b += 16 * 32) {
       _tile_loadd(6, b, 128);
       _tile_loadd(4, a, 64);
@@ -58,8 +74,8 @@ static void tile_product(int64_t rows, const float* a, const float* b, int64_t w
       _tile_dpbf16ps(1, 4, 7);
     }
   }
-  _tile_stored(0, &tile.c[0][0], 128);
-  _tile_stored(1, &tile.c[0][16], 128);
+  _tile_stored(0, c, stride);
+  _tile_stored(1, c + 16, stride);
 }
 
 #else
@@ -74,10 +90,11 @@ constexpr int kGroup = 2;  // vectors of columns at a time
 constexpr int64_t kSumWords = 128;
 
 template <class L, int M>
-static void rows_product(const float* a, const float* b, int64_t words, Tile& tile) {
+static void rows_product(const float* a, const float* b, int64_t words, bool add, float* c, int64_t ld) {
   for (int c0 = 0; c0 < 32; c0 += kGroup * W) {
     const float *ak = a, *bk = b + c0;
-    for (int64_t left = words, first = 1; left > 0; first = 0) {
+    bool sum = add;
+    for (int64_t left = words; left > 0; sum = true) {
       vf acc[M][kGroup];
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m)
@@ -102,73 +119,32 @@ static void rows_product(const float* a, const float* b, int64_t words, Tile& ti
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
         for (int v = 0; v < kGroup; ++v) {
-          float* c = &tile.c[m][c0 + v * W];
-          store(c, first ? acc[m][v] : acc[m][v] + load(c));
+          float* to = c + m * ld + c0 + v * W;
+          store(to, sum ? acc[m][v] + load(to) : acc[m][v]);
         }
     }
   }
 }
 
 template <class L, int M = kPanelRows>
-static void tile_product(int64_t rows, const float* a, const float* b, int64_t words, Tile& tile) {
+static void tile_product(int64_t rows, const float* a, const float* b, int64_t words, bool add, float* c, int64_t ld) {
   if constexpr (M > 1) {
-    if (rows < M) return tile_product<L, M - 1>(rows, a, b, words, tile);
+    if (rows < M) return tile_product<L, M - 1>(rows, a, b, words, add, c, ld);
   }
-  rows_product<L, M>(a, b, words, tile);
+  rows_product<L, M>(a, b, words, add, c, ld);
 }
 #endif
 
-// sink(first row, rows, first column, columns, tile) for every tile of C.
-template <class L, class Sink>
-MOEFFN_INLINE void all_tiles(const float* a, int64_t m, const float* b, int64_t n, int64_t words, const Sink& sink) {
-  const int64_t padded = round_to(words, 16), a_panel = kPanelRows * padded, b_panel = 32 * padded;
+// A panel of A stays in L1 while all panels of B pass by.
+template <class L>
+static void product(const float* a, int64_t a_words, int64_t m, const float* b, int64_t n, int64_t words, bool add,
+                    float* out, int64_t ld) {
+  const int64_t a_panel = kPanelRows * round_to(a_words, 16), b_panel = 32 * round_to(words, 16);
   const TileScope scope;
-  Tile tile;
-  for (int64_t i = 0; i < m; i += kPanelRows) {
-    const int64_t rows = least(kPanelRows, m - i);
-    for (int64_t j = 0; j < n; j += 32) {
-      tile_product<L>(rows, a + i / kPanelRows * a_panel, b + j / 32 * b_panel, words, tile);
-      sink(i, rows, j, least(32, n - j), tile);
-    }
-  }
-}
-
-template <class L>
-static void product(const float* a, int64_t m, const float* b, int64_t n, int64_t words, float* out, int64_t ld) {
-  all_tiles<L>(a, m, b, n, words, [&](int64_t i, int64_t rows, int64_t j, int64_t, const Tile& tile) {
-    for (int64_t r = 0; r < rows; ++r) memcpy(out + (i + r) * ld + j, tile.c[r], 32 * sizeof(float));
-  });
-}
-
-template <class L, class O, class X>
-static void product_rows_of(const float* a, int64_t m, const float* b, int64_t n, int64_t words, const RowSink& to) {
-  all_tiles<L>(a, m, b, n, words, [&](int64_t i, int64_t rows, int64_t j, int64_t columns, const Tile& tile) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* c = tile.c[r];
-      if (to.x) {
-        const X* x = reinterpret_cast<const X*>(to.x[i + r]) + j;
-        vf dot = splat(0.0f);
-        for (int64_t k = 0; k < columns; k += W)
-          dot = fma(load_upto(c + k, columns - k), load_upto(x + k, columns - k), dot);
-        to.dots[i + r] += sum(dot);
-      }
-      if (!to.out) continue;
-      O* out = reinterpret_cast<O*>(to.out) + (i + r) * to.ld + j;
-      const vf scale = splat(to.scale ? to.scale[i + r] : 1.0f);
-      for (int64_t k = 0; k < columns; k += W) store_upto(out + k, load(c + k) * scale, columns - k);
-    }
-  });
-}
-
-template <class L>
-static void product_rows(const float* a, int64_t m, const float* b, int64_t n, int64_t words, const RowSink& to) {
-  with_type(to.out, to.dtype, [&](auto* o) {
-    with_type(nullptr, to.x_dtype, [&](auto* x) {
-      using O = std::remove_const_t<std::remove_pointer_t<decltype(o)>>;
-      using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-      product_rows_of<L, O, X>(a, m, b, n, words, to);
-    });
-  });
+  for (int64_t i = 0; i < m; i += kPanelRows)
+    for (int64_t j = 0; j < n; j += 32)
+      tile_product<L>(least(kPanelRows, m - i), a + i / kPanelRows * a_panel, b + j / 32 * b_panel, words, add,
+                      out + i * ld + j, ld);
 }
 
 // 32 values as one or two whole cache lines that do not pass through the caches: a gradient is not read again soon, and
@@ -208,7 +184,10 @@ template <class L, class O>
 static void product_grad_of(const float* a, int64_t m, const float* b, int64_t n, int64_t words, const GradSink& to) {
   const bool plain = !to.partial && !to.add && streamable(to.out, to.ld * static_cast<int64_t>(sizeof(O)));
   const int64_t partial_ld = round_to(n, 32);
-  all_tiles<L>(a, m, b, n, words, [&](int64_t i, int64_t rows, int64_t j, int64_t columns, const Tile& tile) {
+  const int64_t padded = round_to(words, 16), a_panel = kPanelRows * padded, b_panel = 32 * padded;
+  const TileScope scope;
+  Tile tile;
+  auto put = [&](int64_t i, int64_t rows, int64_t j, int64_t columns) {
     O* out = reinterpret_cast<O*>(to.out) + i * to.ld + j;
     if (plain && columns == 32) {
       for (int64_t r = 0; r < rows; ++r, out += to.ld) stream32(out, reinterpret_cast<const vf*>(tile.c[r]));
@@ -227,7 +206,14 @@ static void product_grad_of(const float* a, int64_t m, const float* b, int64_t n
         }
       }
     }
-  });
+  };
+  for (int64_t i = 0; i < m; i += kPanelRows) {
+    const int64_t rows = least(kPanelRows, m - i);
+    for (int64_t j = 0; j < n; j += 32) {
+      tile_product<L>(rows, a + i / kPanelRows * a_panel, b + j / 32 * b_panel, words, false, tile.c[0], 32);
+      put(i, rows, j, least(32, n - j));
+    }
+  }
   if (plain) stream_fence();
 }
 

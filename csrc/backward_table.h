@@ -71,11 +71,11 @@ static float dot_row(const char* a, DType a_dtype, const char* b, DType b_dtype,
   return sum(dot);
 }
 
-static void write_row(const float* row, int64_t n, char* out, DType dtype, bool add) {
+static void write_row(const float* row, int64_t n, float scale, char* out, DType dtype, bool add) {
   with_type(out, dtype, [&](auto* p) {
     auto* to = const_cast<std::remove_const_t<std::remove_pointer_t<decltype(p)>>*>(p);
     for (int64_t k = 0; k < n; k += W) {
-      vf v = load_upto(row + k, n - k);
+      vf v = scale * load_upto(row + k, n - k);
       if (add) v += load_upto(p + k, n - k);
       store_upto(to + k, v, n - k);
     }
@@ -106,7 +106,6 @@ static const BackwardKernels* backward_table(const char* name) {
                                         pack_b_any<L>,
                                         pack_b_turned_any<L>,
                                         product<L>,
-                                        product_rows<L>,
                                         product_grad<L>,
                                         act_row<L>,
                                         scale_row<L>,

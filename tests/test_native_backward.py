@@ -255,3 +255,22 @@ def test_random_problems(isa):
             mine = problems.errors(getattr(got, name), getattr(truth, name))[0]
             theirs = problems.errors(getattr(plain, name), getattr(truth, name))[0]
             assert mine <= 2 * theirs + floor, (seed, name, mine, theirs)
+
+
+def test_large_gradients_reuse_memory_and_clear_idle_experts():
+    # 8 MiB of w_in: beyond the size from which gradients live on kept pages; experts 3 and up are idle
+    ids = torch.tensor([[0], [2], [1], [0]], dtype=torch.int32)
+    p = problems.make(T=4, K=1, E=8, D=512, F=512, ids=ids)
+    native.pages_release()
+    first = gradients(p, torch.bfloat16)
+    want = first.w_in.clone()
+    address = first.w_in.data_ptr()
+    first.w_in.fill_(float("nan"))
+    del first
+    assert native.pages_held() >= want.nbytes
+    again = gradients(p, torch.bfloat16)
+    assert again.w_in.data_ptr() == address and torch.equal(again.w_in, want)
+    assert (again.w_in[3:] == 0).all()
+    del again
+    native.pages_release()
+    assert native.pages_held() == 0
