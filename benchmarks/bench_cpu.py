@@ -128,10 +128,28 @@ def _contenders(i: Inputs, names: list[str]) -> dict[str, Callable[[Inputs], Cal
     return {n: c for n, c in known.items() if not names or n in names}
 
 
-def _train(run: Call, i: Inputs) -> Call:
+def _leaves(y: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that y's backward gives gradients to."""
+    found, seen, todo = [], set(), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [n for n, _ in node.next_functions]
+    return found
+
+
+def _train(run: Call) -> Call:
+    """Forward and backward; gradients of the step before are dropped, as `zero_grad(set_to_none=True)` does."""
+
     def step(k: int) -> None:
-        y = run(k)
-        y.backward(torch.ones_like(y))  # type: ignore[attr-defined]
+        y: torch.Tensor = run(k)  # type: ignore[assignment]
+        for leaf in _leaves(y):
+            leaf.grad = None
+        y.backward(torch.ones_like(y))
 
     return step
 
@@ -152,7 +170,7 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
                 continue
             made[name] = make(i)
         if train:
-            running = {n: _train(run, i) for n, run in made.items()}
+            running = {n: _train(run) for n, run in made.items()}
         else:
             running = made
         flops = native.peak_flops(dtype == "bf16")

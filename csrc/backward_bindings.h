@@ -5,6 +5,7 @@
 
 #include "backward.h"
 #include "pages.h"
+#include "plan.h"
 
 namespace moeffn {
 
@@ -50,7 +51,9 @@ inline const char* run_backward(const Experts& experts, int dtype, int64_t T, in
   call.w_out = target_of(targets[1]);
   call.b_in = target_of(targets[2]);
   call.b_out = target_of(targets[3]);
+  if (T < 0 || K < 1) throw BadArgument("weights: expected T >= 0 and K >= 1");
   nanobind::gil_scoped_release release;
+  check_plan(call.plan, T * K, experts.E);
   return backward(experts, call);
 }
 
