@@ -11,6 +11,7 @@ from problems import ACTIVATIONS, Problem, assert_within_budget, make
 import moeffn
 from moeffn import Grads, Layout, Routing, backends
 from moeffn.backends import Needs
+from moeffn.kernels.launch import recorded
 
 pytestmark = interpreted
 OAI = ACTIVATIONS["swiglu_oai"]
@@ -20,7 +21,7 @@ OAI = ACTIVATIONS["swiglu_oai"]
 def small_and_checked(request):
     with tiles(tiny_tiles), sanitized() as seen:
         yield
-    assert seen["lanes"] or "no_tokens" in request.node.name
+    assert seen["lanes"] or "no_tokens" in request.node.name or "two_kernels" in request.node.name
 
 
 def check(problem: Problem, dtype=torch.float32) -> None:
@@ -162,6 +163,26 @@ def test_float32_masters_of_a_float16_computation():
             first = y, grads
     assert torch.equal(first[0], y)
     torch.testing.assert_close(first[1].w_in.float(), grads.w_in, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"activation": OAI, "layout": Layout.INTERLEAVED, "bias": True}, {"apply_to": "input", "bias": True},
+    {"activation": ACTIVATIONS["relu2"], "K": 3}, {"T": 1, "K": 5, "D": 1, "F": 1}])
+def test_few_slots_without_gradients(options):
+    """The path of decoding: at most 64 slots, dropped ids, transposed weights."""
+    assert_within_budget(make(**{"T": 6, "E": 5, "D": 37, "F": 19, **options}), torch.float32, grads=False,
+                         backend="triton")
+
+
+def test_few_slots_take_two_kernels_and_many_take_the_tiles():
+    p = make(T=33, K=2, E=4).to(torch.float32)
+    names = []
+    for T in (32, 33):
+        with recorded() as launches:
+            backends.get("triton").moe(p.leaves["x"][:T], p.ids[:T], p.leaves["weights"][:T], p.experts(),
+                                       apply_to="output")
+        names.append([launch.name for launch in launches])
+    assert names == [["slot_up", "token_down"], ["place", "schedule", "up", "rows", "combine"]]
 
 
 def test_rows_given_grouped_and_inference_without_h():

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..config import Activation, Layout
 from ..kernels import backward as bwd
+from ..kernels import decode, metadata
 from ..kernels import forward as fwd
-from ..kernels import metadata
 from ..kernels.launch import cdiv, interpreting
 from ..kernels.tiles import Family, Kernel, Problem, TileConfig, pick_tiles
 from ..types import ExpertWeights, Plan
 from .base import Grads, Needs
 
+FEW_SLOTS = 64  # up to here most slots have an expert to themselves (128 experts), so no weights are read twice
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -51,6 +52,15 @@ class TritonBackend:
 
     def plan(self, experts: Tensor, num_experts: int) -> Plan:
         return Plan(*metadata.plan(experts, num_experts))
+
+    def moe(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, *, apply_to: str) -> Tensor:
+        """The whole mixture without gradients: a few slots take the path that neither sorts nor tiles."""
+        if 0 < ids.numel() <= FEW_SLOTS and experts.w_in.dtype == x.dtype:
+            return decode.few_slots(x, experts.w_in, experts.w_out, experts.b_in, experts.b_out, ids, weights,
+                                    activation=constants(experts.activation), on_input=apply_to == "input",
+                                    interleaved=experts.layout is Layout.INTERLEAVED)
+        plan = self.plan(ids, experts.num_experts)
+        return self.forward(x, plan, weights, experts, apply_to=apply_to, save=False)[0]
 
     def forward(self, x: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *, apply_to: str, save: bool
                 ) -> tuple[Tensor, Tensor | None]:

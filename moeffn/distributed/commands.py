@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 
 from .. import checks
 from ..config import MoEConfig
@@ -24,20 +23,6 @@ from .cost import describe, estimate
 from .placement import Placement
 
 DISPATCHERS = ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather", "two_level")
-
-
-def register(app: typer.Typer) -> None:
-    @app.command("check")
-    def check_command(
-        ep: bool = typer.Option(False, "--ep", help="Expert parallelism over the ranks that torchrun started."),
-        device: str = typer.Option("cpu", help="cpu or cuda."),
-    ) -> None:
-        """Run every dispatcher on the ranks that torchrun started and compare it with one process, in float64."""
-        if not ep:
-            raise checks.bad("check", "--ep (the only check so far)", "no option")
-        checks.one_of("--device", device, ("cpu", "cuda"))
-        if not check(device=device):
-            raise typer.Exit(1)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
     with recorded() as launches:            # meta tensors: nothing runs
         backend.forward(...)
     for launch in launches:
-        print(compile_launch(launch, "sm90"))
+        print(report(compile_launch(launch, "sm90"), "sm90"))
 
 Registers, spills and instructions come from the machine code, read with the cuobjdump in triton's wheel; on gfx9 from
 the assembly's own metadata.
@@ -65,15 +65,19 @@ def source(launch: Launch) -> ASTSource:
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 
-def compile_launch(launch: Launch, family: str) -> Report:
-    """Compile for a family of `TARGETS`. Raises what the compiler raises when it cannot."""
+def compile_launch(launch: Launch, family: str) -> Any:
+    """The compiled kernel for a family of `TARGETS`. Raises what the compiler raises when it cannot."""
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-    compiled = triton.compile(source(launch), target=TARGETS[family], options=options)
+    return triton.compile(source(launch), target=TARGETS[family], options=options)
+
+
+def report(compiled: Any, family: str) -> Report:
+    """What the machine code of a compiled kernel says."""
     shared = compiled.metadata.shared
     if family == "gfx9":
         text = compiled.asm["amdgcn"]
-        registers = _field(text, r"\.vgpr_count:\s+(\d+)")
-        return Report(registers, _field(text, r"\.vgpr_spill_count:\s+(\d+)"), shared, _matrix_unit(text))
+        spills = _field(text, r"\.vgpr_spill_count:\s+(\d+)")
+        return Report(_field(text, r"\.vgpr_count:\s+(\d+)"), spills, shared, _matrix_unit(text))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -82,19 +86,46 @@ def compile_launch(launch: Launch, family: str) -> Report:
     return Report(_field(usage, r"REG:(\d+)"), spills, shared, _matrix_unit(sass))
 
 
-def intermediate(launch: Launch) -> str:
-    """The launch in Triton's own intermediate language (MLIR text), before any device is chosen."""
-    target = TARGETS["sm80"]
-    backend = triton.compiler.make_backend(target)
-    from triton._C.libtriton import ir
+def narrow_products(ttir: str) -> list[str]:
+    """32-bit products of two run-time values that end in a pointer's offset, as lines of the kernel's Triton IR.
 
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    options = backend.parse_options({"num_warps": launch.num_warps, "num_stages": launch.num_stages})
-    module = source(launch).make_ir(target, options, backend.get_codegen_implementation(options),
-                                    backend.get_module_map(), context)
-    return str(module)
+    An index times a constant is fine (it stays below a size that fits 32 bits); an index times a stride or a width is
+    what overflows beyond 2^31 elements. Divisors are not followed: a quotient is no larger than its dividend.
+    """
+    made: dict[str, tuple[str, list[str], str]] = {}
+    offsets: list[str] = []
+    for line in ttir.splitlines():
+        for argument, start in re.findall(r"(%[\w#]+) = (%[\w#]+)(?=[,)])", line):
+            made[argument] = ("start", [start], line)
+        found = re.match(r"\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)", line)
+        if not found:
+            continue
+        name, op, rest = found.groups()
+        operands = re.findall(r"%[\w#]+", rest.split(" : ")[0])
+        made[name] = (op, operands, line)
+        if op == "tt.addptr":
+            offsets.append(operands[1])
+    bad, seen = [], set()
+    while offsets:
+        name = offsets.pop().split("#")[0]
+        if name in seen or name not in made:
+            continue
+        seen.add(name)
+        op, operands, line = made[name]
+        if op in ("tt.load", "tt.gather", "tt.histogram", "tt.scan", "tt.reduce"):
+            continue
+        if op == "arith.muli" and re.search(r"[ x]i32>?\s*(?:loc.*)?$", line) and not any(
+                _constant(made, o) for o in operands):
+            bad.append(line.strip())
+        offsets += operands[:1] if op in ("arith.divsi", "arith.remsi") else operands
+    return bad
+
+
+def _constant(made: dict[str, tuple[str, list[str], str]], name: str) -> bool:
+    op, operands, _ = made.get(name.split("#")[0], ("argument", [], ""))
+    if op in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
+        return _constant(made, operands[0])
+    return op == "arith.constant"
 
 
 def _field(text: str, pattern: str) -> int:

@@ -1,0 +1,115 @@
+"""A handful of slots (decoding): two kernels that stream the chosen experts' weights, with no sorting and no tiles.
+
+One row per program leaves the matrix units idle, which costs nothing: at this size the time is that of reading weights.
+Forward only. Sums are float32 in a fixed order, slots of a token in slot order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import gated, unary
+from .launch import cdiv, launch, next_power_of_2
+
+
+@triton.jit
+def _slot_up(x, w, bias, a, experts, weights, E, D, F, stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be,
+             stride_bn, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE: tl.constexpr,
+             ACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """a[slot] (F,) = act(x[token] · w_in[expert]ᵀ (· weight) + bias) on BLOCK_N columns; nothing for a dropped slot."""
+    slot = tl.program_id(0).to(tl.int64)
+    e = tl.load(experts + slot).to(tl.int64)
+    if (e < 0) | (e >= E):
+        return
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    gate_row = n * 2 if INTERLEAVED else n
+    up_row = n * 2 + 1 if INTERLEAVED else n + F
+    x_at = x + (slot // TOP_K) * stride_xt
+    w_at = w + e * stride_we + gate_row.to(tl.int64)[:, None] * stride_wn
+    to_up = tl.cast(stride_wn, tl.int64) * (1 if INTERLEAVED else F)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc_u = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k0 in range(0, D, BLOCK_K):
+        kk = (k0 + k).to(tl.int64)
+        held = (n < F)[:, None] & (kk < D)[None, :]
+        xk = tl.load(x_at + kk * stride_xd, mask=kk < D, other=0.0).to(tl.float32)[None, :]
+        acc += xk * tl.load(w_at + kk[None, :] * stride_wk, mask=held, other=0.0).to(tl.float32)
+        if GATED:
+            acc_u += xk * tl.load(w_at + to_up + kk[None, :] * stride_wk, mask=held, other=0.0).to(tl.float32)
+    g = tl.sum(acc, 1)
+    u = tl.sum(acc_u, 1)
+    if SCALE:
+        scale = tl.load(weights + slot).to(tl.float32)
+        g *= scale
+        u *= scale
+    if bias is not None:
+        b_at = bias + e * stride_be
+        g += tl.load(b_at + gate_row.to(tl.int64) * stride_bn, mask=n < F, other=0.0).to(tl.float32)
+        if GATED:
+            u += tl.load(b_at + up_row.to(tl.int64) * stride_bn, mask=n < F, other=0.0).to(tl.float32)
+    # rounded where the large kernels round, so that a token's answer depends little on the batch it comes in
+    g = g.to(a.dtype.element_ty).to(tl.float32)
+    if GATED:
+        act = gated(g, u.to(a.dtype.element_ty).to(tl.float32), ACT)
+    else:
+        act = unary(g, ACT)
+    tl.store(a + slot * F + n, act.to(a.dtype.element_ty), mask=n < F)
+
+
+@triton.jit
+def _token_down(a, w, bias, y, experts, weights, E, D, F, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
+                TOP_K: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """y[token] = Σ_k weight · (a[slot] · w_out[expert]ᵀ + bias) on BLOCK_N columns, slots in order."""
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for i in range(TOP_K):
+        slot = t * TOP_K + i
+        e = tl.load(experts + slot).to(tl.int64)
+        if (e >= 0) & (e < E):
+            w_at = w + e * stride_we + n.to(tl.int64)[:, None] * stride_wn
+            acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+            for k0 in range(0, F, BLOCK_K):
+                kk = (k0 + k).to(tl.int64)
+                ak = tl.load(a + slot * F + kk, mask=kk < F, other=0.0).to(tl.float32)[None, :]
+                held = (n < D)[:, None] & (kk < F)[None, :]
+                acc += ak * tl.load(w_at + kk[None, :] * stride_wk, mask=held, other=0.0).to(tl.float32)
+            part = tl.sum(acc, 1)
+            if bias is not None:
+                b_at = bias + e * stride_be + n.to(tl.int64) * stride_bn
+                part += tl.load(b_at, mask=n < D, other=0.0).to(tl.float32)
+            part = part.to(y.dtype.element_ty).to(tl.float32)
+            if SCALE:
+                part *= tl.load(weights + slot).to(tl.float32)
+            total += part
+    tl.store(y + t * D + n, total.to(y.dtype.element_ty), mask=n < D)
+
+
+def few_slots(x: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None, experts: Tensor,
+              weights: Tensor, *, activation: tuple[Any, ...], interleaved: bool, on_input: bool) -> Tensor:
+    """x (T, D), experts (T, K) int32, weights (T, K), w_in (E, 2F | F, D), w_out (E, D, F) of any strides -> y (T, D).
+
+    Meant for T·K of a few dozen: every slot reads its expert's weights, however many share it.
+    """
+    T, D = x.shape
+    E, width, _ = w_in.shape
+    F, K = w_out.shape[2], experts.shape[1]
+    a, y = x.new_empty((T * K, F)), x.new_empty((T, D))
+    block_n = 8 if T * K <= 16 else 16
+    ids, flat = experts.reshape(-1).contiguous(), weights.reshape(-1).contiguous()
+    launch(_slot_up, (T * K, cdiv(F, block_n)), x=x, w=w_in, bias=b_in, a=a, experts=ids, weights=flat, E=E, D=D, F=F,
+           stride_xt=x.stride(0), stride_xd=x.stride(1), stride_we=w_in.stride(0), stride_wn=w_in.stride(1),
+           stride_wk=w_in.stride(2), stride_be=0 if b_in is None else b_in.stride(0),
+           stride_bn=0 if b_in is None else b_in.stride(1), TOP_K=K, GATED=width != F, INTERLEAVED=interleaved,
+           SCALE=on_input, ACT=activation, BLOCK_N=block_n, BLOCK_K=min(256, next_power_of_2(D, 16)))
+    launch(_token_down, (T, cdiv(D, block_n)), a=a, w=w_out, bias=b_out, y=y, experts=ids, weights=flat, E=E, D=D, F=F,
+           stride_we=w_out.stride(0), stride_wn=w_out.stride(1), stride_wk=w_out.stride(2),
+           stride_be=0 if b_out is None else b_out.stride(0), stride_bn=0 if b_out is None else b_out.stride(1),
+           TOP_K=K, SCALE=not on_input, BLOCK_N=block_n, BLOCK_K=min(256, next_power_of_2(F, 16)))
+    return y

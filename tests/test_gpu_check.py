@@ -1,0 +1,50 @@
+"""`moeffn check` on a CPU: its checks pass on a right backend, fail on a wrong one, and refuse without a GPU."""
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from moeffn import backends, gpu_check
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `moeffn check --device cuda`")
+
+
+def test_every_cpu_check_passes_with_the_torch_backend():
+    lines = []
+    assert gpu_check.run_checks("cpu", "torch", 0, lines.append) == [], "\n".join(lines)
+    assert len(lines) == len(gpu_check.CHECKS) + 2
+
+
+@pytest.mark.parametrize("name", ["error budget", "determinism"])
+def test_a_wrong_backend_is_found(name, monkeypatch):
+    """A forward that is off by a percent, differently each time."""
+    backend = backends.get("torch")
+    forward, calls = type(backend).forward, []
+
+    def wrong(self, x, *args, **kwargs):
+        y, h = forward(self, x, *args, **kwargs)
+        calls.append(0)
+        return y * (1 + 0.01 * len(calls)), h
+
+    class Wrong(type(backend)):
+        forward = wrong
+
+    monkeypatch.setitem(backends.BACKENDS, "native", ("torch", "TorchBackend"))
+    backends.get.cache_clear()
+    backends.available.cache_clear()
+    monkeypatch.setattr(backends.get("native"), "__class__", Wrong)
+    try:
+        with pytest.raises(AssertionError, match=r"error|differs"):
+            gpu_check.CHECKS[name](gpu_check.Target(torch.device("cpu"), "native", 0))
+    finally:
+        backends.get.cache_clear()
+        backends.available.cache_clear()
+
+
+@without_gpu
+def test_without_a_gpu_it_refuses():
+    app = typer.Typer()
+    gpu_check.register(app)
+    result = CliRunner().invoke(app, ["--device", "cuda"])
+    assert isinstance(result.exception, ValueError) and "nothing was checked" in str(result.exception)

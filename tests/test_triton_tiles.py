@@ -1,0 +1,79 @@
+"""pick_tiles: a pure function from problem to tile, always legal, blind to the token count within a bucket."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from moeffn.kernels.tiles import (
+    SHARED_MEMORY,
+    Problem,
+    TileConfig,
+    bucket,
+    pick_tiles,
+    shared_memory,
+    why_illegal,
+)
+
+KERNELS = ("up", "down", "dh", "dx", "dw")
+FAMILIES = tuple(SHARED_MEMORY)
+
+
+def problem(kernel="up", rows=1000, itemsize=2, gated=True, family="sm90"):
+    return Problem(kernel, rows, itemsize, gated, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_answer_is_legal(kernel, family):
+    for rows in (0, 1, 16, 17, 96, 97, 10**6):
+        for itemsize in (2, 4):
+            for gated in (True, False):
+                p = problem(kernel, rows, itemsize, gated, family)
+                assert why_illegal(pick_tiles(p), p) is None, p
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_new_token_count_picks_no_new_tile(kernel):
+    """Ten thousand sizes give at most one tile a bucket, so at most three compilations."""
+    assert len({pick_tiles(problem(kernel, rows)) for rows in range(10000)}) <= 3
+
+
+def test_forward_kernels_share_a_schedule_and_backward_kernels_too():
+    """The same tile height means the same row tiles: one schedule launch for both."""
+    for family in FAMILIES:
+        for rows in (1, 50, 1000):
+            for pair in (("up", "down"), ("dh", "dx")):
+                heights = {pick_tiles(problem(k, rows, family=family)).block_m for k in pair}
+                assert len(heights) == 1, (family, rows, pair)
+
+
+def test_buckets():
+    assert [bucket(n) for n in (0, 16, 17, 96, 97)] == ["small", "small", "medium", "medium", "large"]
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"block_m": 48}, "not a power of two"), ({"block_k": 8}, "at least 16"), ({"num_stages": 9}, "1..8"),
+    ({"block_n": 256, "num_stages": 4}, "shared memory"), ({"pieces": 16}, "fewer than 16"),
+    ({"num_warps": 32}, "warps")])
+def test_illegal_tiles_say_why(change, reason):
+    base = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
+    assert why_illegal(TileConfig(**base), problem()) is None
+    assert reason in why_illegal(TileConfig(**{**base, **change}), problem())
+
+
+def test_the_estimate_of_shared_memory_covers_what_the_compiler_takes():
+    """Up to 1 KiB of barriers and reductions, and the epilogue's own use, which stays below the pipeline's."""
+    with (Path(__file__).parent / "data" / "triton_static.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    seen = 0
+    for row in rows:
+        if row["kernel"] not in ("up", "rows", "dh", "dw"):
+            continue
+        m, n, k = (int(v) for v in row["tile"].split("x"))
+        config = TileConfig(m, n, k, int(row["warps"]), int(row["stages"]))
+        p = problem("up" if row["kernel"] == "up" else "down", family=row["family"])
+        assert int(row["shared_bytes"]) <= max(shared_memory(config, p) + 1024, m * n * 4), row
+        assert int(row["shared_bytes"]) <= SHARED_MEMORY[row["family"]], row
+        seen += 1
+    assert seen >= 48
