@@ -9,7 +9,7 @@ namespace moeffn {
 namespace MOEFFN_NS {
 
 constexpr int64_t kDotLimit = 8;
-constexpr int64_t kTileBytes = 3 << 19;  // most of L2, so that a panel's next use of the tile does not leave the core
+constexpr int64_t kTileBytes = 3 << 20;  // one block of rows where possible: a second one packs the weights again
 
 // Pieces of Local::data; with data == nullptr only their total size is of interest.
 struct Buffers {

@@ -11,8 +11,9 @@
 namespace moeffn {
 namespace {
 
-// Working memory of a call, whatever the routing: when it is not enough, the tokens are taken in several passes.
-constexpr int64_t kMostScratch = int64_t{56} << 20;
+// Most memory of a pass for what experts give, whatever the routing: when it is not enough, the tokens are taken in
+// several passes. A tile of at most 4 MiB per thread comes on top.
+constexpr int64_t kMostScratch = int64_t{52} << 20;
 // Tasks wanted per thread and phase: fewer lose to imbalance, more to packing the same rows again.
 constexpr int64_t kTasksPerThread = 8;
 // Reading an expert's weights costs about as much as multiplying this many rows by them.
@@ -126,7 +127,7 @@ class Call {
       act_bytes_ += (k_.act_bytes(p, b.rows) + 63) / 64 * 64;
       local_bytes_ = std::max(local_bytes_, static_cast<int64_t>(k_.local_bytes(p, b.rows)));
     }
-    return act_bytes_ + out_bytes(n) + local_bytes_ * threads_ <= kMostScratch;
+    return act_bytes_ + out_bytes(n) <= kMostScratch;
   }
 
   void pass(int64_t t0, int64_t n) {
