@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from moeffn.permute import permute, plan, unpermute
+from moeffn.permutation import permute, plan, unpermute
 
 from moeffn import MoEConfig, MoEFFN, backends
 

@@ -97,7 +97,11 @@ class _DenseFFN(torch.autograd.Function):
                                             torch.mm(dy, w_out).to(wide), act)
         pieces = [d_gate, d_up] if n == 2 else [joined(d_gate, d_up, layout)]
         d_hidden = [p.to(dy.dtype) for p in pieces if p is not None]
-        dx = sum((torch.mm(d, w) for d, w in zip(d_hidden, w_in, strict=True)), start=0.0) if need_x else None
+        dx = None
+        if need_x:
+            dx = torch.mm(d_hidden[0], w_in[0])
+            if n == 2:
+                dx += torch.mm(d_hidden[1], w_in[1])
         grads = [torch.mm(d.t(), x) if needed else None for d, needed in zip(d_hidden, need_w_in, strict=True)]
         grads.append(torch.mm(dy.t(), a.to(dy.dtype)) if need_w_out else None)
         if has_b_in:
@@ -105,4 +109,4 @@ class _DenseFFN(torch.autograd.Function):
                       for p, needed in zip(pieces, need_b_in, strict=True)]
         if has_b_out:
             grads.append(dy.to(wide).sum(0).to(dy.dtype) if need_b_out else None)
-        return dx, None, *grads  # type: ignore[return-value]
+        return dx, None, *grads
