@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,7 +102,7 @@ class TorchBackend:
             if N:
                 dw = torch.where(index >= 0, dots[index.clamp(min=0)], dw)
             dw = dw.view(weights.shape).to(weights.dtype)
-        return Grads(x=dx, weights=dw, **out.finish(plan))
+        return Grads(x=dx, weights=dw, **out.fresh)
 
 
 def active_experts(plan: Plan) -> list[tuple[int, int, int]]:
@@ -127,7 +128,14 @@ def grouped(experts: list[tuple[int, int, int]], max_rows: int) -> Iterator[list
 
 
 def _as(weight: Tensor, like: Tensor) -> Tensor:
-    return weight if weight.dtype == like.dtype else weight.to(like.dtype)
+    """One expert's weight or bias in the dtype of `like`, in memory without gaps.
+
+    oneDNN's low-precision products read past the rows of a slice of wider rows; a NaN there spoils the result.
+    """
+    weight = weight if weight.dtype == like.dtype else weight.to(like.dtype)
+    if weight.element_size() == 2 and not (weight.is_contiguous() or weight.t().is_contiguous()):
+        return weight.contiguous()
+    return weight
 
 
 _TINY = 8  # rows up to which the calls cost more than the copies of sharing one activation among experts
@@ -162,7 +170,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) 
 
 
 class _Outputs:
-    """Parameter gradients of one backward: written expert by expert, zeros only where an expert had no rows."""
+    """Parameter gradients of one backward: zeros, written over for the experts that have rows."""
 
     def __init__(self, experts: ExpertWeights, needs: Needs, into: Grads | None) -> None:
         self.fresh: dict[str, Tensor] = {}
@@ -172,7 +180,7 @@ class _Outputs:
                 continue
             given = getattr(into, name) if into else None
             if given is None:
-                self.fresh[name] = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                self.fresh[name] = _zeros(param)
             else:
                 self.buffers[name] = given
 
@@ -196,16 +204,16 @@ class _Outputs:
         elif name in self.buffers:
             self.buffers[name][e] += rows.sum(0).to(self.buffers[name].dtype)
 
-    def finish(self, plan: Plan) -> dict[str, Tensor]:
-        if self.fresh:
-            idle = [e for e, c in enumerate(plan.counts.tolist()) if c == 0]
-            for grad in self.fresh.values():
-                if len(idle) == plan.num_experts:
-                    grad.zero_()
-                else:
-                    for e in idle:
-                        grad[e].zero_()
-        return self.fresh
+
+def _zeros(param: Tensor) -> Tensor:
+    """Contiguous zeros of param's shape and dtype. On a CPU from calloc, so that idle experts' pages are never touched;
+    torch.zeros writes all of them."""
+    if param.device.type != "cpu":
+        return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+    size = param.numel() * param.element_size()
+    memory = np.zeros(size + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[start : start + size]).view(param.dtype).view(param.shape)
 
 
 def halves(h: Tensor, act: Activation, layout: Layout) -> tuple[Tensor, Tensor | None]:
