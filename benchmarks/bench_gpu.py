@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from moeffn.permutation import permute, plan, unpermute
 
 from moeffn import MoEConfig, MoEFFN, backends
+from moeffn.permutation import permute, plan, unpermute
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -35,7 +35,7 @@ def bench(shape: Shape, tokens: list[int], dtype: str, passes: list[str], second
             if not train:  # eager needs a gradient of all experts' size per expert: minutes a step
                 made["transformers eager"] = _transformers(inputs, "eager")
             if train:
-                made = {name: _train(run, inputs) for name, run in made.items()}
+                made = {name: _train(run) for name, run in made.items()}
             with torch.set_grad_enabled(train):
                 times = harness.alternate(made, seconds=seconds, seed=T)
             ours = times["moeffn torch"].median

@@ -36,6 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": VERBS | {"balance", "layer", "accounting", "upcycling", "distributed"},
     "presets": BASE | {"accounting"},
     "measure": VERBS | {"testing"},
+    "gpu_check": VERBS | {"balance", "layer", "distributed", "testing"},
     "cli": VERBS | {"balance", "layer", "accounting", "upcycling", "distributed", "integrations", "testing", "presets",
                     "measure"},
     "__init__": set(),

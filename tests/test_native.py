@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import problems
 import pytest
@@ -239,6 +240,7 @@ def test_bad_plans_and_names_are_value_errors():
 def test_environment_variable_forces_an_instruction_set(name, says):
     code = ("import torch\nfrom moeffn import _native\ntry:\n    print(_native.isa())\n"
             "except ValueError as error:\n    print('ValueError', error)")
+    home = Path(moeffn.__file__).parents[1]  # the package under test, whatever lies in the working directory
     run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "MOEFFN_ISA": name}, capture_output=True,
-                         text=True, check=True)
+                         text=True, check=True, cwd=home)
     assert says in run.stdout

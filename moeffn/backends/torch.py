@@ -45,11 +45,12 @@ class TorchBackend:
                 hidden = x.new_empty((end - first, width))
             for e, a, b in group:
                 out = None if hidden is None else hidden[a - first : b - first]
-                last = _linear(rows[a - first : b - first], experts.w_in[e], _row(experts.b_in, e), out)
+                last = _linear(rows[a - first : b - first], experts.w_in[e], _row(experts.b_in, e), out, _FEW_ROWS)
             full = hidden if len(group) > 1 and hidden is not None else last
             act = activate(*halves(full, experts.activation, experts.layout), experts.activation)
             for e, a, b in group:
-                _linear(act[a - first : b - first], experts.w_out[e], _row(experts.b_out, e), rows_out[a:b])
+                _linear(act[a - first : b - first], experts.w_out[e], _row(experts.b_out, e), rows_out[a:b],
+                        _FEW_ROWS_COPIED)
         w = None if apply_to == "input" else weights
         return weighted_sum(rows_out, plan.row_of_slot, w, T).to(x.dtype), h
 
@@ -149,14 +150,15 @@ def _row(bias: Tensor | None, e: int) -> Tensor | None:
     return None if bias is None else bias[e]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, few_rows: int) -> Tensor:
     """x (n, i) · weight (o, i)ᵀ + bias (o,), also written to `out` when given; the result may be a transposed view.
 
-    oneDNN reorders the right-hand operand of a low-precision product at every call, so for few rows that should be x.
+    oneDNN reorders the right-hand operand of a low-precision product at every call, so up to `few_rows` that should
+    be x. The choice does not depend on `out`: training and inference give the same bits.
     """
     weight = _as(weight, x)
     n = x.shape[0]
-    if x.device.type == "cpu" and x.element_size() == 2 and n <= (_FEW_ROWS if out is None else _FEW_ROWS_COPIED):
+    if x.device.type == "cpu" and x.element_size() == 2 and n <= few_rows:
         y = torch.mv(weight, x[0])[None] if n == 1 else torch.mm(weight, x.t()).t()
         if bias is not None:
             y += _as(bias, x)
