@@ -36,7 +36,6 @@ ROOMS: dict[str, set[str]] = {
     "integrations": VERBS | {"balance", "layer", "accounting", "upcycling", "distributed"},
     "presets": BASE | {"accounting"},
     "measure": VERBS | {"testing"},
-    "gpu_check": VERBS | {"balance", "layer", "distributed", "testing"},
     "cli": VERBS | {"balance", "layer", "accounting", "upcycling", "distributed", "integrations", "testing", "presets",
                     "measure"},
     "__init__": set(),
@@ -51,7 +50,7 @@ DISTRIBUTED = {"distributed", "integrations"}  # integrations only recognise DTe
 def room_of(path: Path) -> str:
     """The room of a file; a room's `commands.py` holds its part of the command line."""
     top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "cli" if top in ("cli", "demo") or path.name == "commands.py" else top
+    return "cli" if top in ("cli", "demo", "gpu_check") or path.name == "commands.py" else top
 
 
 def imports_of(path: Path) -> set[tuple[str, bool]]:
@@ -89,7 +88,7 @@ def test_imports_point_one_way(path: Path) -> None:
             target = parts[1] if len(parts) > 1 else "__init__"
             known = target in ROOMS and target != "__init__"
             assert not known or target == room or target in ROOMS[room], f"{room} imports {target}"
-            assert known or room in ("cli", "integrations", "testing", "upcycle", "distributed", "backends"), module
+            assert known or room in ("cli", "integrations", "testing", "distributed", "backends"), module
         elif parts[0] in ONLY and at_import:
             assert room in ONLY[parts[0]], f"{room} imports {parts[0]} when it is imported"
         home = path.relative_to(PACKAGE).parts[0]

@@ -1,0 +1,91 @@
+"""Compiles every kernel at every shipped tile, as the backend launches it, and writes tests/data/triton_static.csv.
+
+For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, with no device.
+To write the table anew: PYTHONPATH=. python tests/triton_table.py
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+
+from moeffn.backends import Needs
+from moeffn.backends.triton import TritonBackend
+from moeffn.kernels.aot import TARGETS, compile_launch, narrow_products, report
+from moeffn.kernels.launch import Launch, recorded
+from moeffn.types import ExpertWeights
+
+TABLE = Path(__file__).parent / "data" / "triton_static.csv"
+D, F, E, K = 2048, 768, 128, 8
+TOKENS = {"large": 32768, "medium": 1024, "small": 128}
+KEY = ("family", "kernel", "variant", "tile", "warps", "stages")
+
+
+def shipped(family: str) -> dict[tuple[str, ...], Launch]:
+    """Every different launch of a training step in the three buckets, by the key columns of the table."""
+    def meta(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    found: dict[tuple[str, ...], Launch] = {}
+    backend = TritonBackend(family=family)
+    weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
+    for T in TOKENS.values():
+        x, w = meta(T, D), meta(T, K, dtype=torch.float32)
+        with recorded() as launches:
+            plan = backend.plan(meta(T, K, dtype=torch.int32), E)
+            _, h = backend.forward(x, plan, w, weights, apply_to="output", save=True)
+            backend.backward(x, x, h, plan, w, weights, apply_to="output", needs=Needs())
+            backend.moe(x[:8], meta(8, K, dtype=torch.int32), w[:8], weights, apply_to="output")
+        for launch in launches:
+            found.setdefault((family, *_key(launch)), launch)
+    return found
+
+
+def _key(launch: Launch) -> tuple[str, ...]:
+    a = launch.args
+    variant = {"dw": "gather " + ("left" if a.get("GATHER_LEFT") else "right"),
+               "rows": "down" if a.get("bias") is not None else "dx",
+               "place": "one block" if a.get("SINGLE") else "blocks"}.get(launch.name, "")
+    tile = "x".join(str(a[n]) for n in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SLOTS") if n in a)
+    return launch.name, variant, tile, str(launch.num_warps), str(launch.num_stages)
+
+
+def compile_row(key: tuple[str, ...]) -> dict[str, str]:
+    """One row of the table, computed in a worker process; `narrow` holds offending 32-bit products."""
+    compiled = compile_launch(shipped(key[0])[key], key[0])
+    row = dict(zip(KEY, key, strict=True)) | {n: str(v) for n, v in asdict(report(compiled, key[0])).items()}
+    return row | {"narrow": "; ".join(narrow_products(compiled.asm["ttir"]))}
+
+
+def compile_all() -> list[dict[str, str]]:
+    keys = [key for family in TARGETS for key in shipped(family)]
+    with tempfile.TemporaryDirectory() as cache:
+        before = os.environ.get("TRITON_CACHE_DIR")
+        os.environ["TRITON_CACHE_DIR"] = cache
+        try:
+            with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+                return list(pool.map(compile_row, keys))
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+            if before is not None:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+if __name__ == "__main__":
+    made = compile_all()
+    TABLE.parent.mkdir(exist_ok=True)
+    with TABLE.open("w", newline="") as out:
+        writer = csv.DictWriter(out, ["triton", *(n for n in made[0] if n != "narrow")], extrasaction="ignore",
+                                lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"triton": triton.__version__, **row} for row in made)
+    sys.exit(f"{len(made)} rows" if any(r["spills"] != "0" or r["narrow"] for r in made) else 0)
