@@ -229,7 +229,7 @@ def halves(h: Tensor, act: Activation, layout: Layout) -> tuple[Tensor, Tensor |
 
 
 def activate(gate: Tensor, up: Tensor | None, act: Activation) -> Tensor:
-    """Pre-activations (…, F), up None when not gated -> (…, F) in their dtype; clamps and soft caps in float32 at least."""
+    """Pre-activations (…, F), up None when not gated -> (…, F) in their dtype; clamps and soft caps in float32."""
     if up is None:
         return _unary(gate, act)
     if act.limit is None and act.alpha == 1.0 and act.kind != "relu2" and not (act.softcap_gate or act.softcap_up):

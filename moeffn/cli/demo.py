@@ -70,14 +70,15 @@ def show(result: DemoResult, console: Console) -> None:
     console.print(escape(result.replaced))
     weights = result.weights
     assert weights is not None
-    console.print("\n[bold]2. Same embeddings[/] (relative to float64; budget: twice that of the untouched encoder)")
-    table = Table("encoder", "error", "budget", "equal", "tokens/s", "total weights", "active weights")
+    console.print(f"\n[bold]2. Same embeddings[/] (relative to float64; budget: twice the untouched encoder's, "
+                  f"{result.budget:.2e})")
+    table = Table("encoder", "error", "equal", "tokens/s", "total weights", "active weights")
     for name, error in result.errors.items():
         total, active = weights.total_before, weights.active_before
         if name == "MoEFFN":
             total, active = weights.total_after, weights.active_after
         ran = f" ({result.backends[name]})" if name in result.backends else ""
-        table.add_row(name + ran, f"{error:.2e}", f"{result.budget:.2e}",
+        table.add_row(name + ran, f"{error:.2e}",
                       "[green]yes[/]" if error <= result.budget else "[bold red]NO[/]",
                       f"{result.tokens_per_second[name]:,.0f}", f"{total:,}", f"{active:,}")
     console.print(table)
@@ -87,8 +88,9 @@ def show(result: DemoResult, console: Console) -> None:
                   f"{100 * result.accuracy['before']:.0f}% -> {100 * result.accuracy['after']:.0f}% (held-out pairs)")
     assert result.loads_before is not None and result.loads_after is not None
     E = result.loads_after.shape[1]
-    table = Table("layer", *(f"e{e}" for e in range(E)), "max/mean before", "after",
-                  title="\nLoad after training: % of a layer's slots on held-out passages", title_justify="left")
+    table = Table("layer", *(f"e{e}" for e in range(E)), "was", "now",
+                  title="\nLoad after training: % of a layer's slots on held-out passages; was, now: max/mean",
+                  title_justify="left")
     loads = zip(result.loads_before.tolist(), result.loads_after.tolist(), strict=True)
     for layer, (before, after) in enumerate(loads):
         table.add_row(str(layer), *(f"{100 * share:.1f}" for share in after), f"{max(before) * E:.2f}",
