@@ -36,13 +36,13 @@ def presets() -> dict[str, Preset]:
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name; case and punctuation do not matter. Raises ValueError naming close ones."""
+    """The preset of a name; case, punctuation and a closing version do not matter. ValueError names close ones."""
     known = presets()
-    wanted = {_plain(key): key for key in known}
+    wanted = {_plain(re.sub(r"-v[\d.]+$", "", key)): key for key in known} | {_plain(key): key for key in known}
     if _plain(name) in wanted:
         return known[wanted[_plain(name)]]
     if "/" in name and _plain(name.rsplit("/", 1)[1]) in wanted:
         return known[wanted[_plain(name.rsplit("/", 1)[1])]]
     near = difflib.get_close_matches(_plain(name), wanted, 4, 0.5)
     hint = f"; close presets: {', '.join(wanted[n] for n in near)}" if near else ""
-    raise ValueError(f"source: {name!r} is neither a file nor a preset{hint} (`presets()` lists them)")
+    raise ValueError(f"source: {name!r} is neither a file nor a preset{hint} (`moeffn params list` shows all)")

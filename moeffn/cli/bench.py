@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -269,7 +271,8 @@ def _show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if narrow else 140)  # a pipe has no width: show whole numbers
     c = result["config"]
     model = result["experts_of_model"]
     held = "" if result["experts_held"] == model else f" of {model}, fewer held"
