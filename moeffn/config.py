@@ -55,6 +55,9 @@ class Activation:
 
     def __post_init__(self) -> None:
         checks.one_of("Activation.kind", self.kind, ACTIVATION_KINDS)
+        checks.instance("Activation.gated", self.gated, bool)
+        checks.instance("Activation.limit_after", self.limit_after, bool)
+        checks.finite("Activation.up_offset", self.up_offset)
         checks.positive("Activation.alpha", self.alpha)
         for name in ("limit", "softcap_gate", "softcap_up"):
             if getattr(self, name) is not None:

@@ -40,7 +40,7 @@ def dense_ffn(x: Tensor, w_in: Parts, w_out: Tensor, *, b_in: Parts | None = Non
         checks.shape("b_out", b_out, (w_out.shape[0],), "(rows of w_out,)")
     params = [*weights, w_out, *biases, *(() if b_out is None else (b_out,))]
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         out_dtype = dtype = torch.get_autocast_dtype(kind)
     else:
         out_dtype, dtype = x.dtype, torch.promote_types(x.dtype, w_out.dtype)

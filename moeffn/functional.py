@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import backends, checks, reference
 from .accounting import flop_formulas
@@ -88,7 +89,10 @@ def expert_ffn(rows: Tensor, offsets: Tensor, weights: ExpertWeights, *, row_wei
     if row_weights is None:
         row_weights = torch.ones(R, dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32,
                                  device=rows.device)
+    checks.tensor("row_weights", row_weights, 1)
+    checks.floating("row_weights", row_weights)
     checks.shape("row_weights", row_weights, (R,), "(R,)")
+    checks.same_device("row_weights", row_weights, rows.device, "rows")
     name = backends.resolve(backend, flat.device, flat.dtype)
     if name == "reference":
         return _reference(reference.expert_ffn, None, flat, offsets, weights, row_weights=row_weights).to(out_dtype)
@@ -109,6 +113,10 @@ def _reference(function: Callable[..., Tensor], grad_buffers: Grads | None, *arg
 
 def _check_common(x: Tensor, weights: ExpertWeights, grad_buffers: Grads | None) -> None:
     checks.floating("x", x)
+    if forward_ad._current_level >= 0:
+        for t in (x, *(t for _, t in weights.named_tensors())):
+            if forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError("moeffn has no forward-mode derivatives: a tangent came with an argument")
     checks.same_device("weights.w_in", weights.w_in, x.device, "x")
     if grad_buffers is None:
         return
@@ -124,7 +132,7 @@ def _check_common(x: Tensor, weights: ExpertWeights, grad_buffers: Grads | None)
 def _compute_dtype(x: Tensor, weights: ExpertWeights) -> tuple[torch.dtype, Tensor]:
     """Output dtype, and x in the dtype of the computation."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         return dtype, x.to(dtype)
     return x.dtype, x.to(torch.promote_types(x.dtype, weights.w_in.dtype))
@@ -155,7 +163,7 @@ def _run_planned(x: Tensor, plan: Plan, weights: Tensor, ew: ExpertWeights, appl
 
 def _plain_inference(x: Tensor, w: Tensor, ew: ExpertWeights) -> bool:
     """True where the operator machinery would add nothing: ordinary tensors, nothing to differentiate or trace."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
         return False
     plain = (Tensor, torch.nn.Parameter)
     if type(x) not in plain or type(ew.w_in) not in plain or type(ew.w_out) not in plain or x.device.type == "meta":

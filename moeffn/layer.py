@@ -55,7 +55,12 @@ class Router(nn.Module):
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, expert_ids: Tensor | None = None) -> Routing:
         """x (T, D), token_mask (T,) bool, expert_ids (T, K) for hash routing -> Routing."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        if token_mask is not None:  # a NaN in padding must not reach the weight's gradient as 0 * NaN
+            checks.tensor("token_mask", token_mask, 1)
+            checks.boolean("token_mask", token_mask)
+            checks.shape("token_mask", token_mask, (x.shape[0],), "(T,)")
+            x = torch.where(token_mask[:, None], x, 0.0)
+        with torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(wide)
             logits = linear(x.to(wide), self.weight.to(wide), bias)
         return route(logits, self.config, selection_bias=self.selection_bias, token_mask=token_mask,
@@ -139,7 +144,10 @@ class DenseFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = dense_ffn(x, self.w_in, self.w_out, b_in=self.b_in, b_out=self.b_out, activation=self.activation,
                       layout=self.layout)
-        return y if self.gate is None else torch.sigmoid(linear(x, self.gate)) * y
+        if self.gate is None:
+            return y
+        dtype = torch.promote_types(x.dtype, self.gate.dtype)
+        return torch.sigmoid(linear(x.to(dtype), self.gate.to(dtype))).to(y.dtype) * y
 
     def extra_repr(self) -> str:
         D, F = self.w_out.shape

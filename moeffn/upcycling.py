@@ -95,8 +95,7 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
         checks.positive_int(name, value)
     if top_k > num_experts:
         raise checks.bad("top_k", f"at most num_experts = {num_experts}", top_k)
-    if noise < 0:
-        raise checks.bad("noise", "at least 0", noise)
+    checks.non_negative("noise", noise)
     module = model_or_ffn
     found = _sites(module, where)
     for site in found:

@@ -413,6 +413,35 @@ def test_identity_experts_add_the_token_itself():
                           reference.moe_ffn(p.leaves["x"], routing, p.experts()), atol=1e-12)
 
 
+@backend
+def test_tensors_without_values_in_memory(backend):
+    # a negated view and symbolic zeros hold other values, or none, at their address
+    p = make(dtype=torch.float32)
+    x = torch.randn(13, 16, dtype=torch.complex64).conj().imag
+    routing = Routing(p.ids, p.leaves["weights"])
+    assert x.is_neg()
+    assert torch.equal(moeffn.moe_ffn(x, routing, p.experts(), backend=backend),
+                       moeffn.moe_ffn(x.resolve_neg(), routing, p.experts(), backend=backend))
+    zeros = torch._efficientzerotensor((13, 16))
+    assert (moeffn.moe_ffn(zeros, routing, p.experts(), backend=backend) == 0).all()
+
+
+@backend
+def test_a_trace_records_the_operator(backend):
+    p = make(dtype=torch.float32)
+    run = lambda x: moeffn.moe_ffn(x, Routing(p.ids, p.leaves["weights"]), p.experts(), backend=backend)  # noqa: E731
+    with torch.no_grad():
+        traced = torch.jit.trace(run, p.leaves["x"], check_trace=False)
+        assert torch.equal(traced(2 * p.leaves["x"]), run(2 * p.leaves["x"]))
+
+
+def test_forward_mode_derivatives_are_refused():
+    p = make(dtype=torch.float32)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        x = torch.autograd.forward_ad.make_dual(p.leaves["x"], torch.ones(13, 16))
+        moeffn.moe_ffn(x, Routing(p.ids, p.leaves["weights"]), p.experts())
+
+
 def test_last_backend_tells_the_truth():
     p = make(dtype=torch.float32)
     for name in (*CPU_BACKENDS, "reference"):

@@ -180,6 +180,20 @@ def test_padding_is_routed_nowhere():
     assert int(layer.load_stats().dropped) == 12 * 2
 
 
+def test_nan_in_padding_reaches_no_gradient():
+    layer = build()
+    x = torch.randn(4, 8, 16, dtype=torch.float64)
+    mask = torch.arange(8).expand(4, 8) < 5
+    x[~mask] = float("nan")
+    layer(x, token_mask=mask)[mask].sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+def test_shapes_on_the_meta_device():
+    layer = MoEFFN(MoEConfig(**BASE, d_shared=8), device="meta")
+    assert layer(torch.empty(2, 3, 16, device="meta")).shape == (2, 3, 16)
+
+
 def test_capacity_drops_are_counted():
     layer = build(capacity_factor=0.5)
     x = torch.randn(60, 16, dtype=torch.float64)
@@ -244,6 +258,7 @@ def test_training_reduces_a_loss(backend):
     (lambda: MoEConfig(**(BASE | {"d_model": 1.5})), "MoEConfig.d_model: expected an int, got float 1.5"),
     (lambda: MoEConfig(**BASE, router=RouterConfig(num_experts=4, top_k=2)), "MoEConfig.router: expected num_experts"),
     (lambda: MoEConfig(**BASE, shared_gate=True), "MoEConfig.shared_gate: expected d_shared > 0"),
+    (lambda: moeffn.Activation(gated=1), "Activation.gated: expected bool, got int 1"),
     (lambda: MoEFFN(BASE), "config: expected MoEConfig, got dict"),
     (lambda: Experts(4, 8, -1), "d_expert: expected at least 1, got -1"),
     (lambda: build()(torch.zeros(3, 15)), "x: expected last dimension d_model = 16, got shape"),

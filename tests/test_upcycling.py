@@ -152,7 +152,7 @@ def test_training_reaches_router_and_experts():
     ({"top_k": 5}, "top_k: expected at most num_experts = 4, got 5"),
     ({"top_k": 0}, "top_k: expected at least 1, got 0"),
     ({"granularity": 5}, "granularity: expected a divisor of the hidden width F = 24"),
-    ({"noise": -1.0}, "noise: expected at least 0, got -1.0"),
+    ({"noise": -1.0}, "noise: expected a number of at least 0, got -1.0"),
     ({"model_or_ffn": nn.Linear(3, 3)}, "model_or_ffn: expected a dense FFN that moeffn knows"),
     ({"model_or_ffn": DenseFFN(12, 24, output_gate=True)}, "without an output gate"),
 ])

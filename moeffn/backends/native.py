@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..config import ACTIVATION_KINDS, Activation, Layout, RouterConfig
 from ..types import ExpertWeights, Plan
 from . import native_backward
@@ -30,7 +31,16 @@ def module() -> ModuleType:
     return _native
 
 
+def _in_memory(t: Tensor) -> Tensor:
+    """t as memory holds it: a lazily negated view or a tensor of symbolic zeros has no values at its address."""
+    if t.is_neg():
+        return t.resolve_neg()
+    return torch.zeros(t.shape, dtype=t.dtype) if t._is_zerotensor() else t
+
+
 def _strided(t: Tensor) -> tuple[int, ...]:
+    if t.is_neg() or t._is_zerotensor():
+        raise checks.bad("weights", "tensors with values in memory", "a negated view or symbolic zeros")
     return (t.data_ptr(), _CODES[t.dtype], *t.stride())
 
 
@@ -80,6 +90,7 @@ class NativeBackend:
                 ) -> tuple[Tensor, Tensor | None]:
         T, D = x.shape
         K = weights.shape[1]
+        x, weights = _in_memory(x), _in_memory(weights)
         weights = _float_weights(weights)
         y = torch.empty((T, D), dtype=x.dtype)
         h = torch.empty((T * K, experts.w_in.shape[1]), dtype=x.dtype) if save else None
@@ -97,6 +108,7 @@ class NativeBackend:
         region as the experts.
         """
         T, D = x.shape
+        x, weights = _in_memory(x), _in_memory(weights)
         experts, weights = experts.contiguous(), _float_weights(weights)
         gate = None if shared_gate is None else shared_gate.float().contiguous()
         y = torch.empty((T, D), dtype=x.dtype)

@@ -239,6 +239,8 @@ def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:
         half = w[0].shape[0] // 2
         w = (w[0][half:], w[0][:half])
         b = (None,) if b[0] is None else (b[0][half:], b[0][:half])
+    if len(b) == 2 and (b[0] is None) != (b[1] is None):  # a projection was exchanged since
+        b = tuple(torch.zeros_like(v[:, 0]) if u is None else u for u, v in zip(b, w, strict=True))
     b_in = None if b[0] is None else b if len(b) == 2 else b[0]
     return dense_ffn(x, w if len(w) == 2 else w[0], weight(out), b_in=b_in, b_out=out.bias, activation=p.activation,
                      layout=p.layout)
