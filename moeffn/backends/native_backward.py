@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..types import ExpertWeights, Plan
 from .base import Grads, Needs
+from .memory import gradient
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PARAMS = ("w_in", "w_out", "b_in", "b_out")
@@ -33,7 +34,7 @@ def run(native: ModuleType, described: Any, dy: Tensor, x: Tensor | None, h: Ten
         if param is None or not getattr(needs, name):
             continue
         given = getattr(into, name) if into else None
-        target, zeroed = _fresh(native, param) if given is None else (given, False)
+        target, zeroed = gradient(param) if given is None else (given, False)
         if given is None:
             found[name] = target
         targets[i] = (target.data_ptr(), CODES[target.dtype], given is not None, zeroed)
@@ -42,19 +43,6 @@ def run(native: ModuleType, described: Any, dy: Tensor, x: Tensor | None, h: Ten
         h.data_ptr(), tuple(t.data_ptr() for t in maps), weights.data_ptr(), apply_to == "input",
         0 if dx is None else dx.data_ptr(), 0 if dweights is None else dweights.data_ptr(), tuple(targets))
     return Grads(x=dx, weights=dweights, **found), kernel
-
-
-_KEPT_FROM = 4 << 20  # bytes; smaller gradients come from torch's allocator
-
-
-def _fresh(native: ModuleType, param: Tensor) -> tuple[Tensor, bool]:
-    """A contiguous buffer like `param`, and whether it is known to hold zeros. Large ones come from pages that earlier
-    gradients gave back (`native.pages_held`, `native.pages_release`; MOEFFN_KEEP_MIB bounds them)."""
-    bytes_ = param.numel() * param.element_size()
-    if bytes_ < _KEPT_FROM:
-        return torch.empty(param.shape, dtype=param.dtype), False
-    memory, zeroed = native.gradient_memory(bytes_)
-    return memory.view(param.dtype).view(param.shape), zeroed
 
 
 def _row_major(t: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from ..config import Activation, Layout
 from ..permutation import sorted_plan, sum_dtype, weighted_sum
 from ..types import ExpertWeights, Plan
 from .base import Grads, Needs
+from .memory import gradient
 
 
 class TorchBackend:
@@ -60,7 +60,7 @@ class TorchBackend:
         N, K = plan.num_slots, plan.num_slots // max(1, T)
         wide = sum_dtype(dy, weights)
         flat_w = weights.reshape(-1)
-        out = _Outputs(experts, needs, into)
+        out = _Outputs(experts, needs, into, plan)
         dx_rows = dy.new_empty((N, D)) if needs.x else None
         dots = torch.zeros(N, dtype=wide, device=dy.device) if needs.weights else None
         on_input = apply_to == "input"
@@ -172,9 +172,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, 
 
 
 class _Outputs:
-    """Parameter gradients of one backward: zeros, written over for the experts that have rows."""
+    """Parameter gradients of one backward: written expert by expert, zeros only where an expert had no rows."""
 
-    def __init__(self, experts: ExpertWeights, needs: Needs, into: Grads | None) -> None:
+    def __init__(self, experts: ExpertWeights, needs: Needs, into: Grads | None, plan: Plan) -> None:
+        idle = [e for e, count in enumerate(plan.counts.tolist()) if count == 0]
         self.fresh: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         for name, param in experts.named_tensors():
@@ -182,7 +183,9 @@ class _Outputs:
                 continue
             given = getattr(into, name) if into else None
             if given is None:
-                self.fresh[name] = _zeros(param)
+                self.fresh[name], zeroed = gradient(param)
+                for e in () if zeroed else idle:
+                    self.fresh[name][e].zero_()
             else:
                 self.buffers[name] = given
 
@@ -205,17 +208,6 @@ class _Outputs:
             self.fresh[name][e] = rows.sum(0).to(self.fresh[name].dtype)
         elif name in self.buffers:
             self.buffers[name][e] += rows.sum(0).to(self.buffers[name].dtype)
-
-
-def _zeros(param: Tensor) -> Tensor:
-    """Contiguous zeros of param's shape and dtype. On a CPU from calloc, so that idle experts' pages are never touched;
-    torch.zeros writes all of them."""
-    if param.device.type != "cpu":
-        return torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-    size = param.numel() * param.element_size()
-    memory = np.zeros(size + 64, dtype=np.uint8)
-    start = -memory.ctypes.data % 64
-    return torch.from_numpy(memory[start : start + size]).view(param.dtype).view(param.shape)
 
 
 def halves(h: Tensor, act: Activation, layout: Layout) -> tuple[Tensor, Tensor | None]:
