@@ -143,10 +143,11 @@ def _run(x: Tensor, routing: Routing, ew: ExpertWeights, backend: str, buffers: 
         global _last_backend
         impl = backends.get(backend)
         _last_backend = backend
-        if hasattr(impl, "moe"):
-            return impl.moe(x, routing.experts, routing.weights, ew, apply_to=routing.apply_to)
-        plan = impl.plan(routing.experts, ew.num_experts)
-        return impl.forward(x, plan, routing.weights, ew, apply_to=routing.apply_to, save=False)[0]
+        with torch._C._AutoDispatchBelowAutograd():  # what inference_mode saves per operator, for ordinary tensors
+            if hasattr(impl, "moe"):
+                return impl.moe(x, routing.experts, routing.weights, ew, apply_to=routing.apply_to)
+            plan = impl.plan(routing.experts, ew.num_experts)
+            return impl.forward(x, plan, routing.weights, ew, apply_to=routing.apply_to, save=False)[0]
     plan = Plan(*_plan_op(routing.experts, ew.num_experts, backend))
     return _run_planned(x, plan, routing.weights, ew, routing.apply_to, backend, buffers)
 
