@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from moeffn.backends import Needs
 from moeffn.backends.triton import TritonBackend
 from moeffn.kernels.aot import TARGETS, compile_launch, narrow_products, report
 from moeffn.kernels.launch import Launch, recorded
+from moeffn.kernels.tiles import Problem, TileConfig, pick_tiles
 from moeffn.types import ExpertWeights
 
 TABLE = Path(__file__).parent / "data" / "triton_static.csv"
@@ -30,22 +32,27 @@ TOKENS = {"large": 32768, "medium": 1024, "small": 128}
 KEY = ("family", "kernel", "variant", "tile", "warps", "stages")
 
 
-def shipped(family: str) -> dict[tuple[str, ...], Launch]:
-    """Every different launch of a training step in the three buckets, by the key columns of the table."""
+def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles) -> list[Launch]:
+    """The launches of a training step of T tokens, then of decoding 8."""
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    found: dict[tuple[str, ...], Launch] = {}
-    backend = TritonBackend(family=family)
+    backend = TritonBackend(pick, family)
     weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
+    x, w = meta(T, D), meta(T, K, dtype=torch.float32)
+    with recorded() as launches:
+        plan = backend.plan(meta(T, K, dtype=torch.int32), E)
+        _, h = backend.forward(x, plan, w, weights, apply_to="output", save=True)
+        backend.backward(x, x, h, plan, w, weights, apply_to="output", needs=Needs())
+        backend.moe(x[:8], meta(8, K, dtype=torch.int32), w[:8], weights, apply_to="output")
+    return launches
+
+
+def shipped(family: str) -> dict[tuple[str, ...], Launch]:
+    """Every different launch of a training step in the three buckets, by the key columns of the table."""
+    found: dict[tuple[str, ...], Launch] = {}
     for T in TOKENS.values():
-        x, w = meta(T, D), meta(T, K, dtype=torch.float32)
-        with recorded() as launches:
-            plan = backend.plan(meta(T, K, dtype=torch.int32), E)
-            _, h = backend.forward(x, plan, w, weights, apply_to="output", save=True)
-            backend.backward(x, x, h, plan, w, weights, apply_to="output", needs=Needs())
-            backend.moe(x[:8], meta(8, K, dtype=torch.int32), w[:8], weights, apply_to="output")
-        for launch in launches:
+        for launch in step(family, T):
             found.setdefault((family, *_key(launch)), launch)
     return found
 

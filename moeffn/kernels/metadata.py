@@ -71,7 +71,7 @@ def _place(experts, partial, counts, offsets, slot_of_row, row_of_slot, N, num_b
         tl.store(offsets + e + 1, ends, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["E"])
+@triton.jit(do_not_specialize=["E", "capacity"])
 def _schedule(offsets, tiles, E, capacity, E_PAD: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
     """tiles: [how many, expert of each tile (capacity), first row of each tile (capacity)]; one program an expert."""
     me = tl.program_id(0)
