@@ -27,3 +27,9 @@ def _quiet_globals() -> Iterator[None]:
 def data_dir() -> Path:
     """tests/data."""
     return DATA
+
+
+@pytest.fixture
+def one_thread():
+    """Ranks that are threads of one process would otherwise each start a pool."""
+    torch.set_num_threads(1)

@@ -114,6 +114,18 @@ def on_rank(p: Problem, dispatcher: Dispatcher, transport: Transport) -> Ran:
                exchanges)
 
 
+def gathered(p: Problem, ran: list[Ran]) -> dict[str, Tensor]:
+    """The ranks' results as one process has them: tokens in rank order, experts by id, replicas' gradients summed."""
+    out = {name: torch.cat([r.tensors[name] for r in ran]) for name in ("y", "x", "weights")}
+    for name, like in (("w_in", p.w_in), ("w_out", p.w_out)):
+        total = torch.zeros_like(like)
+        for r, held in zip(ran, p.placement.experts_of_rank, strict=True):
+            for slot, e in enumerate(held):
+                total[e] += r.tensors[name][slot]
+        out[name] = total
+    return out
+
+
 Make = Callable[[Transport, Placement], Dispatcher]
 DISPATCHERS: dict[str, Make] = {
     "rank": lambda t, p: AllToAll(t, p),

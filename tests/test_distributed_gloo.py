@@ -1,4 +1,7 @@
-"""The dispatchers, the layer, checkpoints and FSDP2 on 2, 3 and 4 gloo processes: one spawn each, many cases."""
+"""The dispatchers, the layer, checkpoints and FSDP2 on 2, 3 and 4 gloo processes: one spawn each, many cases.
+
+MOEFFN_TEST_RANKS=8 adds eight processes. One process reads the checkpoints that two have written.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import pytest
 import torch
 from distributed_ranks import run_ranks
+from distributed_worker import case_names
 
 SIZES = [2, 3, 4] + ([8] if os.environ.get("MOEFFN_TEST_RANKS") == "8" else [])
 
@@ -14,23 +18,19 @@ SIZES = [2, 3, 4] + ([8] if os.environ.get("MOEFFN_TEST_RANKS") == "8" else [])
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
     folder = tmp_path_factory.mktemp("gloo")
-    return {W: run_ranks("distributed_worker.py", W, "all", folder / str(W), deadline=400) for W in SIZES}
+    found = {W: run_ranks("distributed_worker.py", W, "all", folder / str(W), deadline=400) for W in SIZES}
+    found[1] = run_ranks("distributed_worker.py", 1, "checkpoints", folder / "1", deadline=60)
+    return found
 
 
-def _case_names() -> list[str]:
-    from distributed_worker import Suite
-
-    return [n[len("case_"):] for n in vars(Suite) if n.startswith("case_")]
-
-
-@pytest.mark.parametrize("W", SIZES)
-@pytest.mark.parametrize("case", _case_names())
+@pytest.mark.parametrize(("W", "case"), [
+    *((W, case) for W in SIZES for case in case_names("all")), *((1, case) for case in case_names("checkpoints"))])
 def test_case(verdicts, W: int, case: str):
     said = verdicts[W].get(case, ["not reached"] * W)
     assert said == ["ok"] * W, "\n".join(f"rank {r}: {s}" for r, s in enumerate(said) if s != "ok")
 
 
-def test_checkpoint_of_two_ranks_in_one_process(verdicts, tmp_path_factory):
+def test_checkpoint_of_two_ranks_without_a_group(verdicts, tmp_path_factory):
     """The folder that two ranks wrote loads into an ordinary layer, bit-identical."""
     import torch.distributed.checkpoint as dcp
 

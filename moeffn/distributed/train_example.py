@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m moeffn.distributed.train_example
 
 Each rank draws its own batches of one synthetic task (each token's class decides which linear map made its target); the
-loss printed is that of all ranks. A checkpoint is written at the end; start it again with more or fewer processes and
-it goes on from there.
+loss printed is that of all ranks. With --checkpoint FOLDER model, optimizer and step are written at the end; start it
+again with more or fewer processes and it goes on from there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import argparse
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import mse_loss
 
 from ..config import MoEConfig
@@ -41,6 +43,22 @@ class Block(nn.Module):
         return x + self.ffn(self.norm(x))
 
 
+class Training:
+    """Model, optimizer and steps done, as torch.distributed.checkpoint reads and writes them: by name and global expert id."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer, self.steps = model, optimizer, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])
+        self.steps = state["steps"]
+
+
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Tokens (T, D) around CLASSES centres, and their targets: each class has its own linear map."""
     task = torch.Generator().manual_seed(1)
@@ -60,13 +78,12 @@ def train(steps: int, folder: Path | None = None) -> list[float]:
     model = nn.Sequential(Block(), Block(), nn.Linear(D, D)).to(kind)
     parallelize(model, mesh, ParallelConfig(loss="mean"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    training = Training(model, optimizer)
     if folder is not None and folder.exists():
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=str(folder))
-        model.load_state_dict(state["model"])
+        dcp.load({"training": training}, checkpoint_id=str(folder))
     losses = []
-    for step in range(steps):
-        x, target = (t.to(kind) for t in batch(step, dist.get_rank()))
+    for training.steps in range(training.steps + 1, training.steps + steps + 1):
+        x, target = (t.to(kind) for t in batch(training.steps, dist.get_rank()))
         loss = mse_loss(model(x), target)
         loss.backward()
         reduce_gradients(model)
@@ -78,7 +95,7 @@ def train(steps: int, folder: Path | None = None) -> list[float]:
         dist.all_reduce(shown)
         losses.append(float(shown) / dist.get_world_size())
     if folder is not None:
-        dcp.save({"model": model.state_dict()}, checkpoint_id=str(folder))
+        dcp.save({"training": training}, checkpoint_id=str(folder))
     return losses
 
 

@@ -1,0 +1,64 @@
+"""Cases of what a user starts: the benchmark, the example, and bad arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from distributed_compare import D, Ranks, config, layer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from moeffn.distributed import ParallelConfig, Placement, make_mesh, parallelize, reduce_gradients
+
+
+class CommandCases(Ranks):
+    """The cost model's choice, bench, the example, refusals."""
+
+    def case_choice_is_the_cost_model_s(self) -> None:
+        from moeffn.distributed import cost
+
+        par = parallelize(layer(config(E=4 * self.W)), self.mesh, ParallelConfig(tokens=64))
+        table = cost.estimate(Placement.chunked(4 * self.W, self.W), tokens=64, d_model=D, top_k=2, dtype=torch.float64)
+        built = par.experts.dispatcher
+        label = "all_gather" if built.dedup == "all" else f"all_to_all, dedup {built.dedup}"
+        assert label == table[0].name
+
+    def case_bench_counts_the_bytes_it_moves(self) -> None:
+        from moeffn.distributed.bench import Block, largest_error
+
+        for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
+            assert largest_error(name) <= 1e-12
+            block = Block(config(E=4 * self.W), 300, dispatcher=name, dtype=torch.float32, device=torch.device("cpu"))
+            m = block.measure(calls=1)
+            assert m.bytes_sent == m.bytes_forward > 0
+            assert abs(m.bytes_forward / m.bytes_expected - 1) < 0.15  # one routing of 300 tokens against the mean
+            assert min(m.step, m.forward, m.dispatch, m.experts, m.combine, m.raw, m.exchange_only) > 0
+
+    def case_training_example(self) -> None:
+        """The worked example learns, and its checkpoint goes on where it stopped."""
+        from moeffn.distributed.train_example import train
+
+        folder = self.folder / "example"
+        losses = train(10, folder)
+        assert losses[-1] < 0.6 * losses[0], losses
+        again = train(1, folder)
+        assert abs(again[0] - train(1)[0]) > 0.1 * losses[0], "the checkpoint was not loaded"
+
+    def case_bad_arguments_are_refused(self) -> None:
+        def refused(message: str, call: Callable[[], object]) -> None:
+            try:
+                call()
+            except ValueError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(f"accepted: {message}")
+
+        refused(f"ep: expected a divisor of the {self.W} ranks, got {self.W + 1}", lambda: make_mesh(self.W + 1))
+        plain = init_device_mesh("cpu", (self.W,), mesh_dim_names=("tp",))
+        refused("a dimension named 'ep'", lambda: parallelize(layer(config()), plain))
+        refused("a MoEFFN", lambda: parallelize(nn.Linear(2, 2), self.mesh))
+        refused("not distributed yet", lambda: parallelize(parallelize(layer(config()), self.mesh), self.mesh))
+        refused("ParallelConfig.placement", lambda: parallelize(
+            layer(config()), self.mesh, ParallelConfig(placement=Placement.balanced(5, self.W + 1))))
+        refused("one that `parallelize` distributed", lambda: reduce_gradients(nn.Linear(2, 2)))

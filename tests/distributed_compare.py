@@ -1,0 +1,99 @@
+"""One rank's share against one process: what the cases of the gloo suites have in common.
+
+Every rank builds the whole problem from seeds and computes the one-process answer itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from moeffn import MoEConfig, MoEFFN
+from moeffn.distributed import ParallelConfig, Placement, clip_grad_norm_, make_mesh, parallelize, reduce_gradients
+
+D, F = 8, 6
+
+
+def config(E: int = 5, K: int = 2, **more: object) -> MoEConfig:
+    return MoEConfig(d_model=D, d_expert=F, num_experts=E, top_k=K, **more)
+
+
+def layer(c: MoEConfig, dtype: torch.dtype = torch.float64) -> MoEFFN:
+    torch.manual_seed(11)
+    return MoEFFN(c, backend="torch", dtype=dtype)
+
+
+def batches(tokens: list[int], seed: int = 5) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(t, D, generator=g, dtype=torch.float64) for t in tokens]
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    got = got.to_local() if isinstance(got, DTensor) else got
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    assert torch.allclose(got, want, rtol=1e-11, atol=1e-12), (what, (got - want).abs().max())
+
+
+def own_part(name: str, whole: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """This rank's share of a whole tensor of the one-process layer."""
+    if "experts." not in name:
+        return whole
+    held = placement.experts_of_rank[mesh.get_local_rank("ep")]
+    return whole[list(held)]
+
+
+def same_gradients(parallel: nn.Module, whole: nn.Module, mesh: DeviceMesh, E: int) -> None:
+    placement = Placement.chunked(E, mesh["ep"].size())
+    reference = dict(whole.named_parameters())
+    seen = 0
+    for name, p in parallel.named_parameters():
+        want = reference[name].grad
+        assert p.grad is not None and want is not None, name
+        close(p.grad, own_part(name, want, mesh, placement), name)
+        seen += 1
+    assert seen == len(reference)
+
+
+class Ranks:
+    """W ranks of a running group; subclasses hold the cases, methods whose names start with case_."""
+
+    def __init__(self, W: int, rank: int, folder: Path) -> None:
+        self.W, self.rank, self.folder = W, rank, folder
+        self.mesh = make_mesh(W, device_type="cpu")
+        self.checkpoint = folder.parent / "checkpoint"
+
+    def _tokens(self) -> list[int]:
+        return [7, 0, 4, 1][: self.W] if self.W > 2 else [5, 3]
+
+    def _compare(self, c: MoEConfig, mesh: DeviceMesh, parallel_config: ParallelConfig, tokens: list[int], *,
+                 steps: int = 1, recompute: bool = False) -> None:
+        """Forward, `steps` accumulated micro-batches backward, reduce, norm: all equal to one process."""
+        whole = layer(c)
+        par = parallelize(copy.deepcopy(whole), mesh, parallel_config)
+        W, rank, total = self.W, self.rank, sum(tokens)
+        data = [batches(tokens, seed=5 + i) for i in range(steps)]
+        for xs in data:
+            X = torch.cat(xs).requires_grad_()
+            Y = whole(X)
+            loss = (Y.square().sum(1)).sum() / total
+            loss.backward()
+            x = xs[rank].clone().requires_grad_()
+            y = checkpoint(par, x, use_reentrant=False) if recompute else par(x)
+            # loss="sum": the global loss is the sum of these; "mean": their mean
+            part = y.square().sum() / total
+            (part * W if parallel_config.loss == "mean" else part).backward()
+            close(y.detach(), Y.detach().split(tokens)[rank], "y")
+            gx = x.grad / (W if parallel_config.loss == "mean" else 1)
+            close(gx, X.grad.split(tokens)[rank], "x.grad")
+        reduce_gradients(par)
+        same_gradients(par, whole, mesh, c.num_experts)
+        want = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+        got = clip_grad_norm_(par, 0.01)
+        close(got, want.to(got.dtype), "norm")
+        same_gradients(par, whole, mesh, c.num_experts)  # after clipping, too

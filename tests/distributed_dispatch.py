@@ -1,0 +1,133 @@
+"""Cases of what travels where: dispatchers, placements, replicas, budgets, idle ranks, overlap."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from distributed_compare import D, Ranks, batches, close, config, layer, same_gradients
+from distributed_problems import DISPATCHERS, on_rank, one_process, random_problem
+
+from moeffn.distributed import (
+    GroupTransport,
+    ParallelConfig,
+    Placement,
+    balance_replicas,
+    parallelize,
+    reduce_gradients,
+)
+
+
+class DispatchCases(Ranks):
+    """Tokens reach their experts wherever those live."""
+
+    def case_dispatchers_equal_one_process(self) -> None:
+        """Random problems of every kind: T=0, all to rank 0, uneven E, ids -1 and twice, replicas, lost ranks."""
+        transport = GroupTransport(deadline=30)
+        for seed in range(500, 512):
+            p = random_problem(seed, W=self.W)
+            want = one_process(p)
+            tokens = [len(x) for x in p.x]
+            for name, make in DISPATCHERS.items():
+                ran = on_rank(p, make(transport, p.placement), transport)
+                for key in ("y", "x", "weights"):
+                    close(ran.tensors[key], want[key].split(tokens)[self.rank], f"{seed} {name} {key}")
+                held = list(p.placement.experts_of_rank[self.rank])
+                alone = [e for e in held if len(p.placement.places_of_expert[e]) == 1]
+                for key in ("w_in", "w_out"):
+                    slots = [held.index(e) for e in alone]
+                    close(ran.tensors[key][slots], want[key][alone], f"{seed} {name} {key}")
+
+    def case_all_tokens_to_rank_0_and_an_idle_rank(self) -> None:
+        """Rank W-1 has no tokens, only rank 0's first expert gets any: nobody skips a call, zeros are exact."""
+        c = config(E=2 * self.W, K=1)
+        whole = layer(c)
+        with torch.no_grad():
+            whole.router.weight.zero_()  # all logits equal: ties go to expert 0
+        par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum", deadline=20))
+        tokens = [3] * (self.W - 1) + [0]
+        x = batches(tokens)[self.rank].requires_grad_()
+        y = par(x)
+        y.sum().backward()
+        reduce_gradients(par)
+        first = 2 * self.rank
+        for name, p in par.experts.named_parameters():
+            for slot, g in enumerate(p.grad.to_local()):
+                assert bool((g == 0).all()) == (first + slot != 0), (name, slot)
+
+    def case_layer_mean_with_each_dispatcher(self) -> None:
+        for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
+            self._compare(config(), self.mesh, ParallelConfig(loss="mean", dispatcher=name), self._tokens())
+
+    def case_tokens_in_chunks(self) -> None:
+        """More chunks than some ranks have tokens: the number of calls is agreed, not derived."""
+        for name in ("all_to_all, dedup rank", "all_gather"):
+            self._compare(config(d_shared=4), self.mesh, ParallelConfig(loss="sum", dispatcher=name, chunks=3),
+                          self._tokens())
+
+    def case_fewer_experts_than_ranks_and_more_choices_than_local_experts(self) -> None:
+        self._compare(config(E=self.W - 1 or 1, K=1), self.mesh, ParallelConfig(loss="sum"), self._tokens())
+        self._compare(config(E=self.W + 1, K=self.W + 1), self.mesh, ParallelConfig(loss="sum"), self._tokens())
+
+    def case_fixed_budget(self) -> None:
+        """Enough rows: one process's answer; too few: counted, and dropped slots contribute exactly nothing."""
+        wide = ParallelConfig(loss="sum", dispatcher="all_to_all, dedup rank", budget=7)
+        self._compare(config(d_shared=4), self.mesh, wide, self._tokens())
+        par = parallelize(layer(config(E=self.W, K=self.W)), self.mesh,
+                          ParallelConfig(loss="sum", dispatcher="all_to_all, dedup rank", budget=2))
+        x = batches([5])[0]
+        y = par(x)  # every token goes to every rank; the last three find no row
+        assert int(par.experts.dispatcher.dropped) == 3 * self.W
+        assert bool((y[2:] == 0).all()) and bool((y[:2] != 0).any())
+
+    def case_balanced_placement_of_uneven_experts(self) -> None:
+        """Experts computed elsewhere than they are stored: sizes that differ by one, as one process."""
+        E = 2 * self.W + 1
+        c = ParallelConfig(loss="sum", placement=Placement.balanced(E, self.W))
+        self._compare(config(E=E), self.mesh, c, self._tokens())
+
+    def case_ranks_that_use_different_experts(self) -> None:
+        """Rank r's tokens go to expert r alone: every parameter is one packed tensor, so nothing hangs."""
+        E = self.W
+        whole = layer(config(E=E, K=1))
+        with torch.no_grad():
+            whole.router.weight.copy_(torch.eye(E, D, dtype=torch.float64) * 50)
+        par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum"))
+        xs = [torch.nn.functional.one_hot(torch.full((3,), (r + 1) % E), D).double() for r in range(self.W)]
+        whole(torch.cat(xs)).square().sum().backward()
+        par(xs[self.rank]).square().sum().backward()
+        reduce_gradients(par)
+        same_gradients(par, whole, self.mesh, E)
+
+    def case_replicas_of_hot_experts(self) -> None:
+        """Weights travel to the replicas, their gradients home; fewer rows wait on the hottest rank."""
+        E = 2 * self.W
+        load = [100.0, *[1.0] * (E - 1)]
+        placement = balance_replicas(load, self.W, 3)
+        assert len(placement.places_of_expert[0]) == self.W
+        c = ParallelConfig(loss="sum", placement=placement)
+        self._compare(config(E=E, K=2, bias=True), self.mesh, c, self._tokens())
+
+    def case_two_levels(self) -> None:
+        if self.W != 4:
+            return
+        c = ParallelConfig(loss="sum", dispatcher="two_level", ranks_per_node=2)
+        self._compare(config(E=7, K=3, d_shared=4), self.mesh, c, self._tokens())
+
+    def case_shared_expert_runs_while_tokens_fly(self) -> None:
+        """After the dispatch has been started and before anything was received."""
+        par = parallelize(layer(config(d_shared=4)), self.mesh, ParallelConfig(dispatcher="all_to_all, dedup rank"))
+        transport, order = par.experts.dispatcher.transport, []
+        start = transport.start
+
+        def traced(rows, send, recv, what):
+            pending = start(rows, send, recv, what)
+            wait = pending.wait
+            pending.wait = lambda: (order.append("received " + what), wait())[1]
+            order.append("sent " + what)
+            return pending
+
+        transport.start = traced
+        par.shared.register_forward_hook(lambda *_: order.append("shared"))
+        par(batches([3])[0])
+        assert order[-5:] == ["sent dispatch", "shared", "received dispatch", "sent combine", "received combine"], order

@@ -1,0 +1,155 @@
+"""Cases of a training step: losses, accumulation, recomputation, masks, the bias, data parallel, FSDP2."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from distributed_compare import D, Ranks, batches, close, config, layer, own_part, same_gradients
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import moeffn
+from moeffn import MoEFFN
+from moeffn.distributed import (
+    ParallelConfig,
+    ParallelExperts,
+    Placement,
+    clip_grad_norm_,
+    fsdp,
+    make_mesh,
+    parallelize,
+    reduce_gradients,
+    update_selection_biases,
+)
+
+
+class TrainingCases(Ranks):
+    """What a training loop does with the layer."""
+
+    def case_layer_with_shared_expert_sum(self) -> None:
+        self._compare(config(d_shared=4, bias=True, router_bias=True), self.mesh, ParallelConfig(loss="sum",
+                      deadline=30), self._tokens())
+
+    def case_losses_of_the_global_batch(self) -> None:
+        """Load-balance and z losses: identical data on every rank, and different; both loss conventions."""
+        for loss in ("sum", "mean"):
+            self._compare(config(aux_loss_coef=0.3, z_loss_coef=0.1), self.mesh, ParallelConfig(loss=loss),
+                          self._tokens())
+            c = config(aux_loss_coef=0.3)
+            whole = layer(c)
+            par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss=loss))
+            x = batches([6])[0]
+            whole(x.repeat(self.W, 1)).mul(0).sum().backward()
+            par(x).mul(0).sum().backward()
+            reduce_gradients(par)
+            assert whole.router.weight.grad.abs().max() > 1e-4
+            close(par.router.weight.grad, whole.router.weight.grad, loss)
+
+    def case_gradient_accumulation(self) -> None:
+        self._compare(config(d_shared=4), self.mesh, ParallelConfig(loss="sum"), self._tokens(), steps=3)
+
+    def case_activation_checkpointing(self) -> None:
+        self._compare(config(d_shared=4, aux_loss_coef=0.3), self.mesh, ParallelConfig(loss="sum"), self._tokens(),
+                      recompute=True)
+
+    def case_masked_tokens(self) -> None:
+        """A mask on the losses and the routing: as one process; the mask and the caller's counts are not changed."""
+        c = config(aux_loss_coef=0.3, selection_bias=True)
+        whole = layer(c)
+        par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum"))
+        tokens = self._tokens()
+        xs = batches(tokens)
+        masks = [torch.arange(len(x)) % 3 != 1 for x in xs]
+        kept = masks[self.rank].clone()
+        whole(torch.cat(xs), token_mask=torch.cat(masks)).sum().backward()
+        par(xs[self.rank], token_mask=masks[self.rank]).sum().backward()
+        assert torch.equal(masks[self.rank], kept)
+        mine = par.router.counts.clone()
+        assert int(mine.sum()) == 2 * int(kept.sum())
+        reduce_gradients(par)
+        same_gradients(par, whole, self.mesh, c.num_experts)
+
+    def case_selection_bias_and_optimizer_steps(self) -> None:
+        """Three AdamW steps with clipping and the bias update: parameters and bias stay those of one process."""
+        c = config(selection_bias=True, d_shared=4)
+        whole = layer(c)
+        par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum"))
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (par, whole))
+        placement = Placement.chunked(5, self.W)
+        for step in range(3):
+            tokens = self._tokens()
+            xs = batches(tokens, seed=step)
+            whole(torch.cat(xs)).square().sum().backward()
+            par(xs[self.rank]).square().sum().backward()
+            reduce_gradients(par)
+            clip_grad_norm_(par, 1.0)
+            nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+            ours.step()
+            theirs.step()
+            bias = moeffn.update_selection_bias(whole.router.selection_bias, whole.router.counts, 1e-2)
+            whole.router.selection_bias.copy_(bias)
+            whole.router.reset_counts()
+            update_selection_biases(par, 1e-2)
+            assert int(par.router.counts.sum()) == 0
+            assert torch.equal(par.router.selection_bias, whole.router.selection_bias)
+            assert bool(bias.any())
+            ours.zero_grad()
+            theirs.zero_grad()
+        reference = dict(whole.named_parameters())
+        for name, p in par.named_parameters():
+            got = p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+            want = own_part(name, reference[name].detach(), self.mesh, placement)
+            assert torch.allclose(got, want, rtol=1e-9, atol=1e-9), name
+
+    def case_every_rank_starts_from_the_first(self) -> None:
+        """Different seeds on the ranks: parallelize gives all of them rank 0's values."""
+        torch.manual_seed(self.rank)
+        par = parallelize(MoEFFN(config(d_shared=4), dtype=torch.float64), self.mesh)
+        torch.manual_seed(0)
+        want = dict(MoEFFN(config(d_shared=4), dtype=torch.float64).named_parameters())
+        for name, p in par.named_parameters():
+            close(p.detach(), own_part(name, want[name].detach(), self.mesh, Placement.chunked(5, self.W)), name)
+
+    def case_data_parallel_times_expert_parallel(self) -> None:
+        if self.W != 4:
+            return
+        for loss in ("sum", "mean"):
+            mesh = make_mesh(2, device_type="cpu")
+            self._compare(config(d_shared=4, aux_loss_coef=0.3), mesh, ParallelConfig(loss=loss), self._tokens())
+
+    def case_fsdp(self) -> None:
+        """A model of two blocks under FSDP2, experts over ep (and dp at W=4): gradients and norm of one process."""
+        if self.W == 3:
+            return
+        mesh = self.mesh if self.W == 2 else make_mesh(2, device_type="cpu")
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(D, D, dtype=torch.float64)
+                self.ffn = MoEFFN(config(E=8, d_shared=4), backend="torch", dtype=torch.float64)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x + self.ffn(torch.tanh(self.inner(x)))
+
+        for loss in ("sum", "mean"):
+            torch.manual_seed(2)
+            whole = nn.Sequential(Block(), Block())
+            par = parallelize(copy.deepcopy(whole), mesh, ParallelConfig(loss=loss))
+            fsdp(par)
+            tokens = [5, 3, 0, 4][: self.W]
+            xs = batches(tokens)
+            Y = whole(torch.cat(xs))
+            Y.square().sum().backward()
+            y = par(xs[self.rank])
+            part = y.square().sum()
+            (part * self.W if loss == "mean" else part).backward()
+            reduce_gradients(par)
+            close(y.detach(), Y.detach().split(tokens)[self.rank], "y")
+            reference = dict(whole.named_parameters())
+            for name, p in par.named_parameters():
+                close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, reference[name].grad, name)
+            want = nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+            close(clip_grad_norm_(par, 1.0), want, "norm")
+            assert any(isinstance(m, ParallelExperts) for m in par.modules())
