@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from . import checks
@@ -146,6 +147,7 @@ class RouterConfig:
     identity_kind: Literal["identity", "skip"] = "identity"
     num_shared: int = 0
     apply_to: Literal["output", "input"] = "output"
+    key: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checks.positive_int("RouterConfig.num_experts", self.num_experts)
@@ -181,6 +183,13 @@ class RouterConfig:
             raise checks.bad("RouterConfig.renormalize", f"False with score {self.score!r}", True)
         if self.score == "sqrtsoftplus" and self.order == "topk_score":
             raise checks.bad("RouterConfig.order", "'score_topk' with score 'sqrtsoftplus'", self.order)
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "key", repr(values))
+
+    @staticmethod
+    def from_key(key: str) -> RouterConfig:
+        """The config whose `key` (its fields as one string, for operators that take no objects) this is."""
+        return RouterConfig(**ast.literal_eval(key))
 
     def _check_groups(self, classes: int) -> None:
         G, g = self.num_groups, self.topk_groups

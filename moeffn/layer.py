@@ -27,7 +27,7 @@ class Router(nn.Module):
     """Scores tokens and picks experts: x (T, D) -> Routing. Logits and all that follows are float32 (float64 if x is).
 
     weight (E + Z + S, D); bias (E + Z + S,) when asked; selection_bias (E + Z,), a float32 buffer that stays float32
-    through `.to(dtype)`, added to what is ranked and never to the weights.
+    through `.to(dtype)`, added to what is ranked and never to the weights. backend: as in `route`.
     counts (E,) int64, kept only with a selection bias: slots routed to each expert since `reset_counts`, counted in
     backward, so that recomputation under activation checkpointing and evaluation leave it alone.
     """
@@ -38,11 +38,11 @@ class Router(nn.Module):
     counts: Tensor | None
 
     def __init__(self, d_model: int, config: RouterConfig, *, bias: bool = False, selection_bias: bool = False,
-                 device: Any = None, dtype: Any = None) -> None:
+                 backend: str = "auto", device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         checks.positive_int("d_model", d_model)
         checks.instance("config", config, RouterConfig)
-        self.config = config
+        self.config, self.backend = config, backend
         rows = config.num_logits
         self.weight = _parameter(rows, d_model, fan_in=d_model, device=device, dtype=dtype)
         self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
@@ -64,7 +64,7 @@ class Router(nn.Module):
             bias = None if self.bias is None else self.bias.to(wide)
             logits = linear(x.to(wide), self.weight.to(wide), bias)
         return route(logits, self.config, selection_bias=self.selection_bias, token_mask=token_mask,
-                     expert_ids=expert_ids)
+                     expert_ids=expert_ids, backend=self.backend)
 
     def reset_counts(self) -> None:
         """Start a new counting period (once per optimizer step, after the bias was updated)."""
@@ -168,7 +168,8 @@ class MoEFFN(nn.Module):
         c = self.config = config
         self.backend = backend
         where = {"device": device, "dtype": dtype}
-        self.router = Router(c.d_model, c.route, bias=c.router_bias, selection_bias=c.selection_bias, **where)
+        self.router = Router(c.d_model, c.route, bias=c.router_bias, selection_bias=c.selection_bias,
+                             backend=backend, **where)
         self.experts = Experts(c.num_experts, c.d_model, c.d_expert, activation=c.activation, layout=c.layout,
                                bias=c.bias, **where)
         self.shared = None

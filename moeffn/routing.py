@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from . import backends, checks
 from .config import RouterConfig
 from .types import Routing
 
@@ -21,13 +21,15 @@ _SORT_BELOW = 1024  # up to this many scores one stable sort is faster than a ke
 
 
 def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None = None,
-          token_mask: Tensor | None = None, expert_ids: Tensor | None = None) -> Routing:
+          token_mask: Tensor | None = None, expert_ids: Tensor | None = None, backend: str = "auto") -> Routing:
     """Choose the experts of each token: logits (T, E+Z+S) -> Routing with experts (T, K) and weights (T, K).
 
     selection_bias  (E+Z,) added to what is ranked, never to the weights (DeepSeek V3's aux-loss-free balancing)
     token_mask      (T,) bool; False: the token is not routed (ids -1, weights 0, no gradient)
     expert_ids      (T, K) int: the choice is given (hash routing), the weights still come from the scores; ids from
                     E on are identity experts
+    backend         as in `moe_ffn`; where it has a router of its own for this config ("triton": one kernel, one more
+                    backward; float32 softmax, sigmoid and sqrtsoftplus), that runs, else the operations of torch
 
     Everything is computed in float32 whatever the dtype of `logits` (float64 for float64). The k ids come in falling
     order of rank; equal ranks go to the lowest id, on every device and for every T. NaN and -Inf logits are read as
@@ -44,19 +46,23 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
     _check(logits, config, selection_bias, token_mask, expert_ids)
     E, C = config.num_experts, config.num_experts + config.num_identity_experts
     raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    z = _bounded(raw, config)
-    z, shared = (z[:, :C], z[:, C:]) if config.num_shared else (z, None)
-    if config.score == "sparsemixer":
-        ids, weights = _sparsemixer(z, config)
+    name = backends.resolve(backend, raw.device, raw.dtype)
+    shared = None
+    if expert_ids is None and backends.routes(name, config.key, raw.dtype):
+        ids, weights = _route_op(raw, selection_bias, config.key, name)
+    elif config.score == "sparsemixer":
+        ids, weights = _sparsemixer(_bounded(raw, config), config)
     else:
+        z = _bounded(raw, config)
+        z, shared = (z[:, :C], z[:, C:]) if config.num_shared else (z, None)
         probs = torch.softmax(z, -1) if config.score == "softmax" and config.order == "score_topk" else None
         if expert_ids is None:
             ids = _select(z.detach() if probs is None else probs.detach(), config, selection_bias)
         else:
             ids = expert_ids.long()
         weights, shared = _weigh(z, probs, ids.clamp(0, C - 1) if expert_ids is not None else ids, shared, config)
-        if config.top_k == 1 and weights.requires_grad and not torch.compiler.is_compiling():
-            _warn_without_gradient(config)
+    if config.top_k == 1 and weights.requires_grad and not torch.compiler.is_compiling():
+        _warn_without_gradient(config)
     return _finish(ids, weights, shared, raw, config, token_mask, bounded=expert_ids is None, E=E, C=C)
 
 
@@ -145,6 +151,45 @@ def _check(logits: Tensor, config: RouterConfig, bias: Tensor | None, mask: Tens
         checks.shape("expert_ids", ids, (T, config.top_k), "(T, K)")
         checks.same_device("expert_ids", ids, logits.device, "logits")
         checks.ids_in_range("expert_ids", ids, C)
+
+
+_decode = functools.cache(RouterConfig.from_key)
+
+
+@torch.library.custom_op("moeffn::route", mutates_args=())
+def _route_op(logits: Tensor, bias: Tensor | None, key: str, backend: str) -> tuple[Tensor, Tensor]:
+    """-> ids (T, K) int32 of classes 0 .. E+Z-1, weights (T, K) float32, by the backend's own router."""
+    return backends.get(backend).route(logits, _decode(key), bias)  # type: ignore[attr-defined]
+
+
+@_route_op.register_fake
+def _(logits: Tensor, bias: Tensor | None, key: str, backend: str) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], _decode(key).top_k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
+
+
+@torch.library.custom_op("moeffn::route_backward", mutates_args=())
+def _route_backward_op(dweights: Tensor, logits: Tensor, ids: Tensor, key: str, backend: str) -> Tensor:
+    return backends.get(backend).route_backward(dweights, logits, ids, _decode(key))  # type: ignore[attr-defined]
+
+
+@_route_backward_op.register_fake
+def _(dweights: Tensor, logits: Tensor, ids: Tensor, key: str, backend: str) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, ctx.key, ctx.backend = inputs
+    ctx.save_for_backward(logits, output[0])
+    ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx: Any, _: Tensor | None, dweights: Tensor) -> tuple[Tensor | None, ...]:
+    logits, ids = ctx.saved_tensors
+    return _route_backward_op(dweights, logits, ids, ctx.key, ctx.backend), None, None, None
+
+
+_route_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _bounded(z: Tensor, config: RouterConfig) -> Tensor:

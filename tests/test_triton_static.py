@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_table import KEY, TABLE, compile_all, shipped, step
+from triton_table import KEY, ROUTERS, TABLE, compile_all, routing, shipped, step
 
 from moeffn.kernels.aot import TARGETS, compile_launch, narrow_products, source
 from moeffn.kernels.launch import Launch, interpreting
@@ -85,8 +85,8 @@ def test_the_check_of_products_finds_a_narrow_one(kernel, count, tmp_path, monke
 def test_a_new_token_count_compiles_nothing(few, many):
     """Within a bucket (small, medium, large) odd and 16-divisible counts get one specialisation of every kernel."""
     made = [{(launch.name, launch.num_warps, launch.num_stages, str(source(launch).signature),
-              str(source(launch).constants), str(source(launch).attrs)) for launch in step("sm90", T)}
-            for T in (few, many)]
+              str(source(launch).constants), str(source(launch).attrs))
+             for launch in (*step("sm90", T), *routing(ROUTERS["qwen3"], T))} for T in (few, many)]
     assert made[0] == made[1]
 
 

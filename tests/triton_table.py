@@ -1,6 +1,7 @@
 """Compiles every kernel at every shipped tile, as the backend launches it, and writes tests/data/triton_static.csv.
 
-For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, with no device.
+For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, and for the routers
+named below; with no device.
 To write the table anew: PYTHONPATH=. python tests/triton_table.py
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 import triton
 
+from moeffn import RouterConfig
 from moeffn.backends import Needs
 from moeffn.backends.triton import TritonBackend
 from moeffn.kernels.aot import TARGETS, compile_launch, narrow_products, report
@@ -29,14 +31,23 @@ from moeffn.types import ExpertWeights
 TABLE = Path(__file__).parent / "data" / "triton_static.csv"
 D, F, E, K = 2048, 768, 128, 8
 TOKENS = {"large": 32768, "medium": 1024, "small": 128}
+ROUTERS = {
+    "qwen3": RouterConfig(num_experts=E, top_k=K, renormalize=True),
+    "gpt-oss": RouterConfig(num_experts=128, top_k=4, order="topk_score"),
+    "qwen3-next": RouterConfig(num_experts=512, top_k=10, renormalize=True),
+    "deepseek-v3": RouterConfig(num_experts=256, top_k=8, score="sigmoid", num_groups=8, topk_groups=4, scale=2.5,
+                                renormalize=True, renorm_eps=1e-20),
+    "largest": RouterConfig(num_experts=4096, top_k=64, score="sqrtsoftplus", renormalize=True),
+}
 KEY = ("family", "kernel", "variant", "tile", "warps", "stages")
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles) -> list[Launch]:
     """The launches of a training step of T tokens, then of decoding 8."""
-    def meta(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     backend = TritonBackend(pick, family)
     weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
     x, w = meta(T, D), meta(T, K, dtype=torch.float32)
@@ -48,21 +59,35 @@ def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles
     return launches
 
 
+def routing(config: RouterConfig, T: int) -> list[Launch]:
+    """The launches of a router and its backward, with a selection bias unless it is a softmax."""
+    backend = TritonBackend()
+    logits = meta(T, config.num_experts, dtype=torch.float32)
+    with recorded() as launches:
+        ids, w = backend.route(logits, config, logits[0] if config.score != "softmax" else None)
+        backend.route_backward(w, logits, ids, config)
+    return launches
+
+
 def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     """Every different launch of a training step in the three buckets, by the key columns of the table."""
     found: dict[tuple[str, ...], Launch] = {}
     for T in TOKENS.values():
         for launch in step(family, T):
             found.setdefault((family, *_key(launch)), launch)
+    for name, config in ROUTERS.items():
+        for launch in routing(config, 32768):
+            found[(family, *_key(launch, name))] = launch
     return found
 
 
-def _key(launch: Launch) -> tuple[str, ...]:
+def _key(launch: Launch, router: str = "") -> tuple[str, ...]:
     a = launch.args
     variant = {"dw": "gather " + ("left" if a.get("GATHER_LEFT") else "right"),
                "rows": "down" if a.get("bias") is not None else "dx",
-               "place": "one block" if a.get("SINGLE") else "blocks"}.get(launch.name, "")
-    tile = "x".join(str(a[n]) for n in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SLOTS") if n in a)
+               "place": "one block" if a.get("SINGLE") else "blocks"}.get(launch.name, router)
+    sides = ("ROWS", "C") if router else ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SLOTS")
+    tile = "x".join(str(a[n]) for n in sides if n in a)
     return launch.name, variant, tile, str(launch.num_warps), str(launch.num_stages)
 
 

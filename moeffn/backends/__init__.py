@@ -8,9 +8,10 @@ import importlib
 import torch
 
 from .. import checks
+from ..config import RouterConfig
 from .base import Backend, Grads, Needs
 
-__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "get", "resolve"]
+__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "get", "resolve", "routes"]
 
 BACKENDS = {
     "reference": ("reference", "ReferenceBackend"),
@@ -38,6 +39,17 @@ def available(name: str, device: torch.device, dtype: torch.dtype) -> str | None
         return f"not built or not installed ({error})"
 
 
+def routes(name: str, config_key: str, dtype: torch.dtype) -> bool:
+    """Whether backend `name` has a differentiable router of its own (`route`, `route_backward`) for this config."""
+    return _routes(name, config_key, dtype)
+
+
+@functools.cache
+def _routes(name: str, config_key: str, dtype: torch.dtype) -> bool:
+    takes = getattr(get(name), "routes", None)
+    return takes is not None and takes(RouterConfig.from_key(config_key), dtype)
+
+
 def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend that will run: "auto" takes the first available of native, torch on a CPU and triton, torch on a GPU.
 
@@ -47,7 +59,7 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 # What torch.compiler.assume_constant_result does; calling it would import torch._dynamo here, for seconds.
-resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+resolve._dynamo_marked_constant = routes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..config import Activation, Layout
+from ..config import Activation, Layout, RouterConfig
 from ..kernels import backward as bwd
-from ..kernels import decode, metadata
+from ..kernels import decode, metadata, router
 from ..kernels import forward as fwd
 from ..kernels.launch import cdiv, interpreting
 from ..kernels.tiles import Family, Kernel, Problem, TileConfig, pick_tiles
@@ -49,6 +49,22 @@ class TritonBackend:
         if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
             return "needs compute capability 8.0"
         return None
+
+    def routes(self, config: RouterConfig, dtype: torch.dtype) -> bool:
+        """Which configs `route` takes: the scores that real routers use, over at most 4096 classes and 64 chosen."""
+        classes = config.num_experts + config.num_identity_experts
+        return (dtype == torch.float32 and config.score in ("softmax", "sigmoid", "sqrtsoftplus")
+                and config.norm_p == 1.0 and config.logit_softcap is None
+                and classes <= router.MAX_CLASSES and config.top_k <= router.MAX_K)
+
+    def route(self, logits: Tensor, config: RouterConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """logits (T, E+Z) float32, bias (E+Z,) or None -> ids (T, K) int32 in 0 .. E+Z-1, weights (T, K) float32."""
+        bias = None if bias is None else bias.float().contiguous()
+        return router.route(logits.contiguous(), bias, _rule(config), config.top_k)
+
+    def route_backward(self, dweights: Tensor, logits: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
+        """Gradient (T, E+Z) of `route`'s weights with respect to its logits, from dweights (T, K) and its ids."""
+        return router.route_backward(dweights.contiguous(), logits.contiguous(), ids, _rule(config))
 
     def plan(self, experts: Tensor, num_experts: int) -> Plan:
         return Plan(*metadata.plan(experts, num_experts))
@@ -162,6 +178,13 @@ def constants(act: Activation) -> tuple[Any, ...]:
     """An activation as the kernels' compile-time tuple ACT; 0 stands for no limit and no cap."""
     return (act.kind, float(act.alpha), float(act.limit or 0.0), act.limit_after, float(act.up_offset),
             float(act.softcap_gate or 0.0), float(act.softcap_up or 0.0))
+
+
+def _rule(c: RouterConfig) -> tuple[Any, ...]:
+    """A router's config as the kernels' compile-time tuple RULE."""
+    add, floor = (c.renorm_eps, 0.0) if c.renorm_eps_mode == "add" else (0.0, c.renorm_eps)
+    return (c.score, c.order, c.num_groups, c.topk_groups, c.group_reduce, c.group_fill, c.renormalize, float(add),
+            max(router.NORM_FLOOR, float(floor)), float(c.scale), float(c.logit_scale))
 
 
 @functools.cache
