@@ -83,12 +83,13 @@ def weighted_sum(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None, T: i
         return out
     K = row_of_slot.numel() // T
     index = row_of_slot.view(T, K)
+    all_routed = rows.device.type == "cpu" and bool((index >= 0).all())  # elsewhere the answer would be a sync
     for k in range(K):
-        routed = index[:, k] >= 0
         term = rows.index_select(0, index[:, k].clamp(min=0)).to(wide)
         if weights is not None:
-            term = term * weights[:, k, None].to(wide)
-        out += torch.where(routed[:, None], term, 0.0)  # a dropped slot never lets a NaN of row 0 through
+            term = term.mul_(weights[:, k, None].to(wide))
+        # a dropped slot never lets a NaN of row 0 through
+        out += term if all_routed else torch.where(index[:, k, None] >= 0, term, 0.0)
     return out
 
 

@@ -41,16 +41,13 @@ class TorchBackend:
             if apply_to == "input":
                 rows = (rows * weights.reshape(-1)[slots, None]).to(x.dtype)
             hidden = None if h is None else h[first:end]
-            if len(group) > 1 and hidden is None:
-                hidden = x.new_empty((end - first, width))
-            for e, a, b in group:
-                out = None if hidden is None else hidden[a - first : b - first]
-                last = _linear(rows[a - first : b - first], experts.w_in[e], _row(experts.b_in, e), out, _FEW_ROWS)
-            full = hidden if len(group) > 1 and hidden is not None else last
-            act = activate(*halves(full, experts.activation, experts.layout), experts.activation)
-            for e, a, b in group:
-                _linear(act[a - first : b - first], experts.w_out[e], _row(experts.b_out, e), rows_out[a:b],
-                        _FEW_ROWS_COPIED)
+            if len(group) > 1:
+                _few_rows(rows, group, experts, hidden, rows_out[first:end])
+                continue
+            e = group[0][0]
+            pre = _linear(rows, experts.w_in[e], _row(experts.b_in, e), hidden, _FEW_ROWS)
+            act = activate(*halves(pre, experts.activation, experts.layout), experts.activation)
+            _linear(act, experts.w_out[e], _row(experts.b_out, e), rows_out[first:end], _FEW_ROWS_COPIED)
         w = None if apply_to == "input" else weights
         return weighted_sum(rows_out, plan.row_of_slot, w, T).to(x.dtype), h
 
@@ -171,6 +168,35 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, 
     return torch.addmm(bias, x, weight.t(), out=out) if out is not None else torch.addmm(bias, x, weight.t())
 
 
+def _few_rows(rows: Tensor, group: list[tuple[int, int, int]], experts: ExpertWeights, hidden: Tensor | None,
+              out: Tensor) -> None:
+    """The experts of one group on their rows (R, D) -> out (R, D), and the pre-activations to `hidden` when given.
+
+    Products are weight · rowsᵀ into columns of one transposed buffer, which is turned once: turning each expert's few
+    rows costs 5 to 15% of its product.
+    """
+    first, act = group[0][1], experts.activation
+
+    def products(columns: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
+        """columns (i, R), weights (E, o, i), biases (E, o) -> (o, R)."""
+        result = columns.new_empty((weights.shape[1], columns.shape[1]))
+        for e, a, b in group:
+            weight, mine = _as(weights[e], columns), slice(a - first, b - first)
+            if b - a == 1:
+                result[:, a - first] = torch.mv(weight, columns[:, a - first])
+            else:
+                torch.mm(weight, columns[:, mine], out=result[:, mine])
+            if biases is not None:
+                result[:, mine] += _as(biases[e], columns)[:, None]
+        return result
+
+    pre = products(rows.t(), experts.w_in, experts.b_in).t()
+    if hidden is not None:
+        hidden.copy_(pre)
+    y = products(activate(*halves(pre, act, experts.layout), act).t(), experts.w_out, experts.b_out)
+    out.copy_(y.t())
+
+
 class _Outputs:
     """Parameter gradients of one backward: written expert by expert, zeros only where an expert had no rows."""
 
@@ -225,7 +251,9 @@ def activate(gate: Tensor, up: Tensor | None, act: Activation) -> Tensor:
     if up is None:
         return _unary(gate, act)
     if act.limit is None and act.alpha == 1.0 and act.kind != "relu2" and not (act.softcap_gate or act.softcap_up):
-        return _unary(gate, act) * (up + act.up_offset if act.up_offset else up)  # torch's own are float32 inside
+        value = _unary(gate, act)  # torch's own are float32 inside
+        up = up + act.up_offset if act.up_offset else up
+        return value * up if value is gate or torch.is_grad_enabled() else value.mul_(up)
     wide, dtype = sum_dtype(gate), gate.dtype
     gate, up = gate.to(wide), up.to(wide)
     if act.softcap_gate or act.softcap_up:
