@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Training:
-    """Model, optimizer and steps done, as torch.distributed.checkpoint reads and writes them: by name and global expert id."""
+    """Model, optimizer and steps done, as torch.distributed.checkpoint keeps them: by name and global expert id."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.steps = model, optimizer, 0
@@ -82,7 +82,8 @@ def train(steps: int, folder: Path | None = None) -> list[float]:
     if folder is not None and folder.exists():
         dcp.load({"training": training}, checkpoint_id=str(folder))
     losses = []
-    for training.steps in range(training.steps + 1, training.steps + steps + 1):
+    for _ in range(steps):
+        training.steps += 1
         x, target = (t.to(kind) for t in batch(training.steps, dist.get_rank()))
         loss = mse_loss(model(x), target)
         loss.backward()
