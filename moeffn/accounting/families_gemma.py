@@ -23,14 +23,14 @@ def gemma3(k: Keys) -> Architecture:
     patches = (v.integer("image_size") // v.integer("patch_size")) ** 2
     pixels = v.integer("num_channels", absent=3) * v.integer("patch_size") ** 2
     attention = 4 * (d * d + d)
-    ffn = 2 * d * v.integer("intermediate_size") + v.integer("intermediate_size") + d
-    elements = depth * (attention + ffn + 4 * d) + pixels * d + d + patches * d + 2 * d
+    ffn = depth * (2 * d * v.integer("intermediate_size") + v.integer("intermediate_size") + d)
+    elements = depth * (attention + 4 * d) + pixels * d + d + patches * d + 2 * d
     elements += d * text.d_model + d  # projector: one matrix and its norm
-    return _with_vision(text, "gemma3", elements, k)
+    return _with_vision(text, "gemma3", elements, ffn, k)
 
 
-def _with_vision(text: Architecture, name: str, elements: int, k: Keys) -> Architecture:
-    outer = (*text.outer, Weight("vision", (elements,), "filter"))
+def _with_vision(text: Architecture, name: str, elements: int, ffn: int, k: Keys) -> Architecture:
+    outer = (*text.outer, Weight("vision", (elements,), "filter"), Weight("vision_ffn", (ffn,), "filter"))
     return Architecture(name, text.d_model, text.vocab, text.layers, outer, text.tied, text.mtp, text.duplicates,
                         tuple(sorted(k.assumed.items())), tuple(k.excluded))
 
@@ -49,10 +49,10 @@ def gemma4(k: Keys) -> Architecture:
     v = k.inside("vision_config")
     d, depth = v.integer("hidden_size"), v.integer("num_hidden_layers")
     heads, kv, width = heads_of(v, d)
-    layer = sum(w.total for w in gqa(d, heads, kv, width, qk_norm="head")[0])
-    layer += sum(w.total for w in dense(d, v.integer("intermediate_size"))) + 4 * d
+    layer = sum(w.total for w in gqa(d, heads, kv, width, qk_norm="head")[0]) + 4 * d
+    ffn = depth * sum(w.total for w in dense(d, v.integer("intermediate_size")))
     elements = depth * layer + 3 * v.integer("patch_size") ** 2 * d + 2 * v.integer("position_embedding_size") * d
-    return _with_vision(text, "gemma4", elements + d * text.d_model, k)
+    return _with_vision(text, "gemma4", elements + d * text.d_model, ffn, k)
 
 
 def _gemma4_text(k: Keys) -> Architecture:

@@ -25,9 +25,10 @@ PARTS = (
     "norm",
     "head",
     "vision",
+    "vision_ffn",
     "other",
 )
-FFN_PARTS = ("router", "routed", "shared", "shared_gate", "dense")
+FFN_PARTS = ("router", "routed", "shared", "shared_gate", "dense", "vision_ffn")
 KINDS = ("matrix", "bias", "norm", "table", "filter", "buffer")
 
 
