@@ -68,6 +68,15 @@ def test_large_tiles_fit_the_register_file_of_sm90(rows, kernel, programs):
             assert int(row["shared_bytes"]) * programs <= 227 * 1024, row
 
 
+@pytest.mark.parametrize("kernel, tile, programs", [("slot_up", "8x256", 8 * 768 // 8), ("token_down", "8x128x8", 256)])
+def test_decoding_one_token_has_every_program_resident(rows, kernel, tile, programs):
+    """On an H200's 132 SMs, with the copies of each pipeline in shared memory: at least 36 KB an SM on their way."""
+    row, = (r for r in rows if (r["family"], r["kernel"], r["tile"]) == ("sm90", kernel, tile))
+    registers, shared = int(row["registers"]) * 32 * int(row["warps"]), int(row["shared_bytes"])
+    resident = min(65536 // registers, 227 * 1024 // shared)
+    assert resident * 132 >= programs and programs * shared >= 132 * 36 * 1024
+
+
 def test_every_pointer_product_is_64_bit(rows):
     assert [(r["kernel"], r["narrow"]) for r in rows if r["narrow"]] == []
 

@@ -51,7 +51,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles) -> list[Launch]:
-    """The launches of a training step of T tokens, then of decoding 8."""
+    """The launches of a training step of T tokens, then of decoding 8 and 1."""
     backend = TritonBackend(pick, family)
     weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
     x, w = meta(T, D), meta(T, K, dtype=torch.float32)
@@ -59,7 +59,8 @@ def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles
         plan = backend.plan(meta(T, K, dtype=torch.int32), E)
         _, h = backend.forward(x, plan, w, weights, apply_to="output", save=True)
         backend.backward(x, x, h, plan, w, weights, apply_to="output", needs=Needs())
-        backend.moe(x[:8], meta(8, K, dtype=torch.int32), w[:8], weights, apply_to="output")
+        for few in (8, 1):
+            backend.moe(x[:few], meta(few, K, dtype=torch.int32), w[:few], weights, apply_to="output")
     return launches
 
 
