@@ -4,7 +4,9 @@
 
 Starts the ranks itself (gloo). A step is forward + backward of the experts with dispatch and combine; the router and
 the optimizer are not in it. `raw` is the time of bare all_to_all_single calls with the bytes and splits of the same
-step, and `overhead_of_step` is (the exchanges of a step with idle experts - raw) / step. Results go to results/ep.csv.
+step. `overhead_of_step` is (the exchanges of a step with idle experts - raw) / step, and `overhead_in_step` is
+(step - forward and backward of the experts alone - raw) / step. "local first": slots of a rank's own experts are
+computed while the others fly. Results go to results/ep.csv.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from moeffn import MoEConfig
 from moeffn.distributed.bench import Block
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-DISPATCHERS = ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather")
+DISPATCHERS = ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather",
+               "all_to_all, dedup rank, local first")
 
 
 def config_of(name: str) -> MoEConfig:
@@ -45,9 +48,10 @@ def rank_main(arguments: argparse.Namespace) -> None:
                             world_size=arguments.ranks)
     rows = []
     for name in arguments.dispatchers.split(";"):
-        block = Block(config_of(arguments.shape), arguments.tokens, dispatcher=name, dtype=DTYPES[arguments.dtype],
-                      device=torch.device("cpu"))
-        rows.append(block.measure(arguments.calls).as_row())
+        local_first = name.endswith(", local first")
+        block = Block(config_of(arguments.shape), arguments.tokens, dispatcher=name.removesuffix(", local first"),
+                      dtype=DTYPES[arguments.dtype], device=torch.device("cpu"), local_first=local_first)
+        rows.append({**block.measure(arguments.calls).as_row(), "dispatcher": name})
         del block
     if arguments.rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
@@ -87,10 +91,11 @@ def main() -> None:
     about = {"shape": arguments.shape, "dtype": arguments.dtype, "threads_per_rank": arguments.threads}
     rows = [{**about, **r} for r in rows]
     for r in rows:
-        print(f"{r['dispatcher']:<24} step {1e3 * r['step']:8.1f} ms  dispatch {1e3 * r['dispatch']:7.2f}  experts "
+        print(f"{r['dispatcher']:<35} step {1e3 * r['step']:8.1f} ms  dispatch {1e3 * r['dispatch']:7.2f}  experts "
               f"{1e3 * r['experts']:8.1f}  combine {1e3 * r['combine']:7.2f}  exchanges "
               f"{1e3 * r['exchange_only']:7.2f}  raw {1e3 * r['raw']:7.2f}  overhead "
-              f"{100 * r['overhead_of_step']:5.1f} % of the step  MB {r['bytes_sent'] / 1e6:.3f} "
+              f"{100 * r['overhead_of_step']:5.1f} % of the step, {100 * r['overhead_in_step']:5.1f} % in it  "
+              f"MB {r['bytes_sent'] / 1e6:.3f} "
               f"(D(G) {r['bytes_expected'] / 1e6:.3f})")
         assert r["bytes_sent"] == r["bytes_forward"], "counted bytes are not those of the routing"
     if not arguments.smoke:

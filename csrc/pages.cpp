@@ -18,7 +18,7 @@ constexpr size_t kHuge = size_t{2} << 20;
 
 struct Store {
   std::mutex lock;
-  std::vector<Pages> kept;  // oldest first
+  std::vector<Pages> kept;
   size_t held = 0, used = 0, most = 0;
 };
 
@@ -55,12 +55,17 @@ size_t keep_at_most() {
   return text && *text ? static_cast<size_t>(std::strtoull(text, nullptr, 10)) << 20 : SIZE_MAX;
 }
 
-// Oldest first, until no more than `limit` bytes are kept.
+// Until no more than `limit` bytes are kept: each time the smallest buffer that suffices, so that room for a few rows
+// does not cost the gradient of a whole layer; else the largest.
 void trim(Store& s, size_t limit) noexcept {
   while (s.held > limit && !s.kept.empty()) {
-    unmap(s.kept.front());
-    s.held -= s.kept.front().bytes;
-    s.kept.erase(s.kept.begin());
+    const size_t excess = s.held - limit;
+    auto victim = s.kept.begin();
+    for (auto it = victim; it != s.kept.end(); ++it)
+      if (victim->bytes < excess ? it->bytes > victim->bytes : it->bytes >= excess && it->bytes < victim->bytes) victim = it;
+    unmap(*victim);
+    s.held -= victim->bytes;
+    s.kept.erase(victim);
   }
 }
 

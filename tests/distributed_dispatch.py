@@ -114,20 +114,54 @@ class DispatchCases(Ranks):
         c = ParallelConfig(loss="sum", dispatcher="two_level", ranks_per_node=2)
         self._compare(config(E=7, K=3, d_shared=4), self.mesh, c, self._tokens())
 
-    def case_shared_expert_runs_while_tokens_fly(self) -> None:
-        """After the dispatch has been started and before anything was received."""
-        par = parallelize(layer(config(d_shared=4)), self.mesh, ParallelConfig(dispatcher="all_to_all, dedup rank"))
+    def case_work_overlaps_with_flights_both_ways(self) -> None:
+        """Forward: the shared expert and local slots run between departure and arrival; backward: their gradients do.
+
+        And the shared expert's overlap changes no bit of output and gradients.
+        """
+        from moeffn.distributed import functional
+
+        c = ParallelConfig(dispatcher="all_to_all, dedup rank", local_first=True)
+        par = parallelize(layer(config(E=2 * self.W, d_shared=4)), self.mesh, c)
         transport, order = par.experts.dispatcher.transport, []
-        start = transport.start
+        start, experts = transport.start, functional.moe_ffn
 
         def traced(rows, send, recv, what):
             pending = start(rows, send, recv, what)
             wait = pending.wait
-            pending.wait = lambda: (order.append("received " + what), wait())[1]
-            order.append("sent " + what)
+            pending.wait = lambda: (order.append("arrived " + what), wait())[1]
+            order.append("departed " + what)
             return pending
 
-        transport.start = traced
-        par.shared.register_forward_hook(lambda *_: order.append("shared"))
-        par(batches([3])[0])
-        assert order[-5:] == ["sent dispatch", "shared", "received dispatch", "sent combine", "received combine"], order
+        def seen(x, routing, *rest, **more):
+            order.append("experts")
+            y = experts(x, routing, *rest, **more)
+            y.register_hook(lambda _: order.append("experts backward"))
+            return y
+
+        transport.start, functional.moe_ffn = traced, seen
+        par.shared.register_forward_hook(
+            lambda _, __, y: (order.append("shared"), y.register_hook(lambda _: order.append("shared backward")))[0])
+        try:
+            x = batches([3])[0].requires_grad_()
+            y = par(x)
+            forward = order[order.index("departed dispatch"):]
+            order.clear()
+            y.sum().backward()
+        finally:
+            functional.moe_ffn = experts
+        assert forward == ["departed dispatch", "shared", "experts", "arrived dispatch", "experts", "departed combine",
+                           "arrived combine"], forward
+        assert order == ["departed combine backward", "arrived combine backward", "experts backward",
+                         "departed dispatch backward", "experts backward", "shared backward",
+                         "arrived dispatch backward"], order
+
+        par = parallelize(layer(config(d_shared=4)), self.mesh, ParallelConfig(loss="sum"))
+        x = batches([3])[0].requires_grad_()
+        y = par(x)
+        y.square().sum().backward()
+        gx, x.grad = x.grad, None
+        plain = par.experts(x, par.router(x)) + par.shared(x)
+        plain.square().sum().backward()
+        assert torch.equal(y, plain)
+        assert torch.allclose(gx, x.grad, rtol=1e-14, atol=1e-14)  # autograd adds the router's part in its own order

@@ -102,7 +102,7 @@ def on_rank(p: Problem, dispatcher: Dispatcher, transport: Transport) -> Ran:
     held = list(p.placement.experts_of_rank[r])
     x, w, a, b = leaf(p.x[r]), leaf(p.weights[r]), leaf(p.w_in[held]), leaf(p.w_out[held])
     batch = dispatcher.dispatch(x, Routing(p.ids[r], w, apply_to=p.apply_to))
-    out = dispatcher.combine(local_experts(batch, ExpertWeights(a, b), backend="torch"), batch.handle)
+    out = dispatcher.combine(local_experts(batch.x, batch.routing, ExpertWeights(a, b), backend="torch"), batch.handle)
     out.backward(p.dy[r])
     sent = dict(transport.sent_bytes)
     exchanges = transport.exchanges

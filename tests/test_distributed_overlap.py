@@ -7,7 +7,7 @@ import torch
 from distributed_problems import DISPATCHERS, Problem, Ran, gathered, one_process, random_problem
 from torch import Tensor
 
-from moeffn import ExpertWeights, Routing
+from moeffn import Activation, ExpertWeights, Routing
 from moeffn.distributed import (
     AllToAll,
     Handle,
@@ -18,6 +18,7 @@ from moeffn.distributed import (
 )
 from moeffn.distributed.transport import LoopbackTransport
 
+RELU = Activation(kind="relu", gated=False)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -28,14 +29,17 @@ def test_loopback_at_work_while_tokens_fly():
         def program(t: LoopbackTransport, make=make) -> int:
             calls: list[int] = []
             make(t, p.placement).dispatch(p.x[t.rank], Routing(p.ids[t.rank], p.weights[t.rank]),
-                                          meanwhile=lambda: calls.append(1))
+                                          meanwhile=lambda _: calls.append(1))
             return len(calls)
 
         assert run_loopback(4, program) == [1] * 4
 
 
-def test_chunks_overlap_and_change_nothing():
-    """Part i flies while the experts work on part i - 1; outputs and gradients stay those of one process."""
+@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize(("chunks", "local_first"), [(3, False), (1, True), (2, True)])
+def test_overlap_changes_nothing(name: str, chunks: int, local_first: bool):
+    """Part i flies while the experts work on part i - 1 or on slots of their own rank; outputs and gradients stay those
+    of one process, and two runs are bitwise equal."""
     for seed in range(600, 606):
         p = random_problem(seed)
         want = one_process(p)
@@ -45,11 +49,42 @@ def test_chunks_overlap_and_change_nothing():
             x, w = (v[t.rank].clone().requires_grad_() for v in (p.x, p.weights))
             a, b = (v[held].clone().requires_grad_() for v in (p.w_in, p.w_out))
             y = expert_parallel_ffn(x, Routing(p.ids[t.rank], w, apply_to=p.apply_to), ExpertWeights(a, b),
-                                    AllToAll(t, p.placement), backend="torch", chunks=3)
+                                    DISPATCHERS[name](t, p.placement), backend="torch", chunks=chunks,
+                                    local_first=local_first)
             y.backward(p.dy[t.rank])
             return {"y": y.detach(), "x": x.grad, "weights": w.grad, "w_in": a.grad, "w_out": b.grad}
 
         ran = [Ran(found, Handle(0, ()), {}, 0) for found in run_loopback(p.W, program)]
+        again = run_loopback(p.W, program)
+        assert all(torch.equal(r.tensors[key], a[key]) for r, a in zip(ran, again, strict=True) for key in a), seed
         for key, value in gathered(p, ran).items():
             # replicas are chosen by the token's place in its chunk: the sum over them is what must agree
             assert torch.allclose(value, want[key], rtol=0, atol=1e-11), (seed, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_local_first_rounds_as_without(dtype: torch.dtype):
+    """Integer-valued tokens and weights: every expert's result is exact whatever the number of its rows, so outputs and
+    gradients of x must be bitwise those without overlap: the own part is the first term of the same sums."""
+    rounded = 0
+    for seed in range(700, 720):
+        p = random_problem(seed, dtype)
+        exact = [*p.x, *p.dy, p.w_in, p.w_out]
+        for t in exact:
+            t.copy_((t.double() * 2).round())
+
+        def program(t: LoopbackTransport, local_first: bool, p: Problem = p) -> tuple[Tensor, Tensor]:
+            held = list(p.placement.experts_of_rank[t.rank])
+            x = p.x[t.rank].clone().requires_grad_()
+            w = torch.full_like(p.weights[t.rank], 0.3)
+            y = expert_parallel_ffn(x, Routing(p.ids[t.rank], w), ExpertWeights(
+                p.w_in[held][:, : p.w_out.shape[2]], p.w_out[held], activation=RELU), AllToAll(t, p.placement),
+                backend="torch", local_first=local_first)
+            y.backward(p.dy[t.rank])
+            return y.detach(), x.grad
+
+        with_it, without = (run_loopback(p.W, lambda t, on=on: program(t, on)) for on in (True, False))
+        for (y, dx), (y0, dx0) in zip(with_it, without, strict=True):
+            assert torch.equal(y, y0) and torch.equal(dx, dx0), seed
+            rounded += int(((y.double() / 0.3).frac() != 0).sum())
+    assert rounded > 100  # the sums do round

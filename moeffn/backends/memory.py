@@ -1,7 +1,8 @@
-"""Memory of parameter gradients on a CPU, for every CPU backend: large, short-lived, written once a step."""
+"""Memory of parameter gradients and of exchanged rows on a CPU: large, short-lived, written once a step."""
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import numpy as np
@@ -34,3 +35,11 @@ def gradient(param: Tensor) -> tuple[Tensor, bool]:
         start = -block.ctypes.data % 64
         memory, zeroed = torch.from_numpy(block[start : start + size]), True
     return memory.view(param.dtype).view(param.shape), zeroed
+
+
+def buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised contiguous tensor; a large one on a CPU on kept pages, like a gradient, where they are."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _KEPT_FROM or _native is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return _native.gradient_memory(size)[0].view(dtype).view(shape)

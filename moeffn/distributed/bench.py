@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..functional import moe_ffn
 from ..types import ExpertWeights, Routing
 from .cost import estimate
 from .dispatchers import Batch, Dispatcher, Handle, TwoLevel
-from .functional import local_experts
+from .functional import expert_parallel_ffn, local_experts
 from .parallel import make_dispatcher
 from .payload import RowFormat
 from .placement import Placement
@@ -30,6 +30,7 @@ class Measured:
 
     forward, step       the block without router and shared expert: forward, and forward + backward
     dispatch, experts, combine   the parts of the forward, each ended by a barrier
+    experts_step        forward + backward of the experts alone, on tokens that are already there
     exchange_only       dispatch, combine and their backwards with experts that do nothing
     raw                 bare all_to_all_single calls of the same bytes and splits, announcements included
     bytes_forward       what the handle says; bytes_sent: what the transport counted; bytes_expected: by D(G)
@@ -43,6 +44,7 @@ class Measured:
     dispatch: float
     experts: float
     combine: float
+    experts_step: float
     exchange_only: float
     raw: float
     bytes_forward: int
@@ -51,11 +53,18 @@ class Measured:
 
     @property
     def overhead_of_step(self) -> float:
-        """What the exchange costs beyond its bytes' own time, as a share of the step."""
+        """What the exchange costs beyond its bytes' own time, as a share of the step: measured by itself."""
         return (self.exchange_only - self.raw) / self.step
+
+    @property
+    def overhead_in_step(self) -> float:
+        """The same as what a step takes beyond its experts and its bytes: with cold caches and waits for other ranks,
+        without what overlaps."""
+        return (self.step - self.experts_step - self.raw) / self.step
 
     def as_row(self) -> dict[str, Any]:
         return asdict(self) | {"overhead_of_step": self.overhead_of_step,
+                               "overhead_in_step": self.overhead_in_step,
                                "tokens_per_s_per_rank": self.tokens_per_rank / self.step,
                                "tokens_per_s": self.ranks * self.tokens_per_rank / self.step}
 
@@ -64,7 +73,8 @@ class Block:
     """The experts of this rank with random weights, and one batch of uniformly routed tokens."""
 
     def __init__(self, config: MoEConfig, tokens: int, *, dispatcher: str, dtype: torch.dtype, device: torch.device,
-                 seed: int = 0) -> None:
+                 seed: int = 0, local_first: bool = False) -> None:
+        self.local_first = local_first
         self.config, self.tokens, self.dtype, self.name = config, tokens, dtype, dispatcher
         self.transport = GroupTransport(deadline=120.0 if device.type == "cpu" else None)
         E, K, D, F = config.num_experts, config.top_k, config.d_model, config.d_expert
@@ -83,8 +93,7 @@ class Block:
         self.dy = torch.randn(tokens, D, generator=g).to(device, dtype)
 
     def forward(self) -> Tensor:
-        batch = self.dispatcher.dispatch(self.x, self.routing)
-        return self.dispatcher.combine(local_experts(batch, self.weights), batch.handle)
+        return expert_parallel_ffn(self.x, self.routing, self.weights, self.dispatcher, local_first=self.local_first)
 
     def step(self) -> None:
         self.forward().backward(self.dy)
@@ -92,7 +101,7 @@ class Block:
 
     def exchange_only(self) -> None:
         batch = self.dispatcher.dispatch(self.x, self.routing)
-        self.dispatcher.combine(batch.x * 1, batch.handle).backward(self.dy)
+        self.dispatcher.combine(batch.x, batch.handle).backward(self.dy)
         self.x.grad = None
 
     def raw(self, handle: Handle) -> Callable[[], None]:
@@ -131,50 +140,67 @@ class Block:
         transports = {id(h.transport): h.transport for h in handle.hops}
         return sum(t.sent_bytes.get(k, 0) for t in transports.values() for k in ("dispatch", "combine"))
 
+    def experts_alone(self, batch: Batch) -> Callable[[], None]:
+        """Forward + backward of this rank's experts on a batch that is already here."""
+        x, w = (t.detach().clone().requires_grad_() for t in (batch.x, batch.routing.weights))
+        routing, dy = replace(batch.routing, weights=w), torch.ones_like(x)
+
+        def run() -> None:
+            local_experts(x, routing, self.weights).backward(dy)
+            x.grad = w.grad = self.weights.w_in.grad = self.weights.w_out.grad = None
+
+        return run
+
     def measure(self, calls: int = 7) -> Measured:
+        """Every part once a round, so that what disturbs the machine disturbs all of them alike."""
         held: dict[str, Any] = {}
+
+        def forward() -> None:
+            self.forward()
 
         def dispatch() -> None:
             held["batch"] = self.dispatcher.dispatch(self.x, self.routing)
 
         def experts() -> None:
-            batch: Batch = held["batch"]
-            held["y"] = local_experts(batch, self.weights)
+            held["y"] = local_experts(held["batch"].x, held["batch"].routing, self.weights)
 
         def combine() -> None:
             self.dispatcher.combine(held["y"], held["batch"].handle)
 
         with torch.no_grad():
-            forward = slowest(self.forward, calls, self.x.device)
-            parts = [slowest(f, 1, self.x.device, warmup=0) for _ in range(calls) for f in (dispatch, experts, combine)]
-        handle = held["batch"].handle
-        before = self.sent(handle)
+            dispatch()
+        batch: Batch = held["batch"]
+        before = self.sent(batch.handle)
         self.step()
-        sent = self.sent(handle) - before
-        step = slowest(self.step, calls, self.x.device)
-        dispatched, computed, combined = (statistics.median(parts[i::3]) for i in range(3))
+        sent = self.sent(batch.handle) - before
+        parts: dict[str, Callable[[], None]] = {
+            "forward": torch.no_grad()(forward), "dispatch": torch.no_grad()(dispatch),
+            "experts": torch.no_grad()(experts), "combine": torch.no_grad()(combine), "step": self.step,
+            "experts_step": self.experts_alone(batch), "exchange_only": self.exchange_only,
+            "raw": self.raw(batch.handle)}
+        found: dict[str, list[float]] = {name: [] for name in parts}
+        for i in range(calls + 1):
+            for name, call in parts.items():
+                seconds = slowest(call, self.x.device)
+                if i:  # the first round warms up
+                    found[name].append(seconds)
         return Measured(
-            self.name, self.transport.size, self.tokens, forward, step, dispatched, computed, combined,
-            exchange_only=slowest(self.exchange_only, calls, self.x.device),
-            raw=slowest(self.raw(handle), calls, self.x.device),
-            bytes_forward=handle.bytes_dispatch + handle.bytes_combine, bytes_sent=sent,
+            self.name, self.transport.size, self.tokens,
+            **{name: statistics.median(samples) for name, samples in found.items()},
+            bytes_forward=batch.handle.bytes_dispatch + batch.handle.bytes_combine, bytes_sent=sent,
             bytes_expected=self.expected_bytes())
 
 
-def slowest(call: Callable[[], object], calls: int, device: torch.device, *, warmup: int = 1) -> float:
-    """Median seconds of a collective call: each begins at a barrier and lasts as long as on the slowest rank."""
-    found = []
-    for i in range(calls + warmup):
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        if i >= warmup:
-            found.append(float(seconds))
-    return statistics.median(found)
+def slowest(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a collective call that begins at a barrier, on the slowest rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def largest_error(dispatcher: str, *, seed: int = 0, device: torch.device | None = None) -> float:
@@ -209,7 +235,7 @@ def largest_error(dispatcher: str, *, seed: int = 0, device: torch.device | None
 
     def parallel(x: Tensor, routing: Routing, ew: ExpertWeights) -> Tensor:
         batch = d.dispatch(x, routing)
-        return d.combine(local_experts(batch, ew), batch.handle)
+        return d.combine(local_experts(batch.x, batch.routing, ew), batch.handle)
 
     want = run(x, ids, weights, w_in, w_out, dy, moe_ffn)
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))

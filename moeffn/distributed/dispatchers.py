@@ -10,7 +10,8 @@ token; with the stable plan of the experts that gives the order (expert, source 
 order was.
 
 Recipe of the sums: each rank sums the results of its experts for a token in float32 and rounds once to the dtype of x;
-the home rank sums those in float32 in rank order (dedup "none": in slot order) and rounds once. `TwoLevel` rounds once
+the home rank sums those in float32, its own first, then in rank order (dedup "none": in slot order), and rounds once.
+The gradient of x is summed the same way. `TwoLevel` rounds once
 more, on the rank that receives for its node. float64 stays float64 throughout.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from .. import checks
 from ..types import Routing
+from . import flight
 from .counts import check_agreement, code, gather_ints
 from .exchange import Hop, plan_hop
 from .payload import RowFormat
@@ -72,12 +74,12 @@ class Dispatcher(Protocol):
         """Lay out the first hop for this routing: sizes, order, bytes. The only host synchronisation."""
 
     def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
-                 meanwhile: Callable[[], None] | None = None) -> Batch:
+                 meanwhile: Callable[[Tensor], None] | None = None) -> Batch:
         """x (T, D) and its routing over all E experts -> the batch of this rank. `handle`: one of `plan`, else made;
-        `meanwhile` is called once, while the tokens fly."""
+        `meanwhile` is called once, with x, while the tokens fly, and its backward runs while their gradients do."""
 
-    def combine(self, y: Tensor, handle: Handle) -> Tensor:
-        """y (M, D), one row per row of the batch -> (T, D)."""
+    def combine(self, y: Tensor, handle: Handle, mine: Tensor | None = None) -> Tensor:
+        """y (M, D), one row per row of the batch -> (T, D). `mine` (T, D): a first term of the sums, made at home."""
 
 
 class Local:
@@ -92,15 +94,15 @@ class Local:
         return Handle(routing.num_tokens, ())
 
     def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
-                 meanwhile: Callable[[], None] | None = None) -> Batch:
+                 meanwhile: Callable[[Tensor], None] | None = None) -> Batch:
         if meanwhile is not None:
-            meanwhile()
+            meanwhile(x)
         local = Routing(self.placement.places(routing.experts), routing.weights, apply_to=routing.apply_to)
         return Batch(x, local, handle or self.plan(routing, x.shape[1], x.dtype))
 
-    def combine(self, y: Tensor, handle: Handle) -> Tensor:
+    def combine(self, y: Tensor, handle: Handle, mine: Tensor | None = None) -> Tensor:
         checks.shape("y", y, (handle.T, y.shape[1]), "(T, D)")
-        return y
+        return y if mine is None else mine + y
 
 
 class _OneHop:
@@ -127,14 +129,14 @@ class _OneHop:
         return add_hop(Handle(routing.num_tokens, ()), hop, D, dtype, routing.weights.dtype)
 
     def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
-                 meanwhile: Callable[[], None] | None = None) -> Batch:
+                 meanwhile: Callable[[Tensor], None] | None = None) -> Batch:
         handle = handle or self.plan(routing, x.shape[1], x.dtype)
         self.dropped = handle.dropped
-        x, ids, weights = fly(handle.hops[0], x, routing.weights, meanwhile)
+        x, ids, weights = flight.dispatch(handle.hops[0], x, routing.weights, meanwhile)
         return Batch(x, local_routing(ids, weights, self.placement, self.rank, routing), handle)
 
-    def combine(self, y: Tensor, handle: Handle) -> Tensor:
-        return handle.hops[0].combine(y)
+    def combine(self, y: Tensor, handle: Handle, mine: Tensor | None = None) -> Tensor:
+        return flight.combine(handle.hops[0], y, mine)
 
 
 class AllToAll(_OneHop):
@@ -198,27 +200,18 @@ class TwoLevel:
         return add_hop(Handle(routing.num_tokens, ()), hop, D, dtype, routing.weights.dtype)
 
     def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,
-                 meanwhile: Callable[[], None] | None = None) -> Batch:
+                 meanwhile: Callable[[Tensor], None] | None = None) -> Batch:
         handle = handle or self.plan(routing, x.shape[1], x.dtype)
-        x, ids, weights = fly(handle.hops[0], x, routing.weights, meanwhile)
+        x, ids, weights = flight.dispatch(handle.hops[0], x, routing.weights, meanwhile)
         inner = plan_hop(self.inside, ids, self._local_of_place, dedup="rank", D=x.shape[1], dtype=x.dtype,
                          verify=self.verify)
         handle = add_hop(handle, inner, x.shape[1], x.dtype, weights.dtype)
-        x, ids, weights = inner.dispatch(x, weights)
+        x, ids, weights = flight.dispatch(inner, x, weights)
         return Batch(x, local_routing(ids, weights, self.placement, self.rank, routing), handle)
 
-    def combine(self, y: Tensor, handle: Handle) -> Tensor:
-        for hop in reversed(handle.hops):
-            y = hop.combine(y)
-        return y
-
-
-def fly(hop: Hop, x: Tensor, weights: Tensor, meanwhile: Callable[[], None] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Send, do something else, receive."""
-    launched = hop.launch(x, weights)
-    if meanwhile is not None:
-        meanwhile()
-    return hop.dispatch(x, weights, launched)
+    def combine(self, y: Tensor, handle: Handle, mine: Tensor | None = None) -> Tensor:
+        across, inside = handle.hops
+        return flight.combine(across, flight.combine(inside, y), mine)
 
 
 def agree(transport: Transport, placement: Placement, settings: tuple[object, ...], device: torch.device) -> None:

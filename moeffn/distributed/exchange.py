@@ -1,13 +1,12 @@
-"""One hop of tokens over one group of ranks, and back: layout, counts, packing, and the gradients of both directions.
+"""One hop of tokens over one group of ranks: who sends which rows to whom. `flight` moves them, out and home.
 
 A hop copies each token (dedup "rank": once per destination rank; "none": once per slot; "all": to every rank) as a row
-of bytes with its ids and weights, and later sums the rows that come back. The gradient of going out is that sum; the
-gradient of coming back is going out again: both reuse the splits of the forward.
+of bytes with its ids and weights, and later sums the rows that come back, this rank's own first.
 
 Worked example, T=2, K=2, G=2 ranks, slots go to ranks [[0,1],[1,1]], dedup "rank":
 
     rows sent       token 0 -> rank 0 | token 0 -> rank 1, token 1 -> rank 1        send = (1, 2)
-    unit_of_row     [0, 0, 1]         rows_of_token [[0,1],[2,-1]]                  row_of_slot [0,1,2,2]
+    unit_of_row     [0, 0, 1]         rows_of_token [[0,1],[2,-1]] (on rank 0)                  row_of_slot [0,1,2,2]
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..permutation import weighted_sum
 from .counts import Counts, announce
 from .errors import MismatchError
 from .payload import RowFormat, tags, verify_tags
@@ -32,23 +29,14 @@ Dedup = Literal["none", "rank", "all"]
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A dispatch on its way; `buffer` is kept until it has left."""
-
-    pending: Pending
-    number: int
-    fmt: RowFormat
-    buffer: Tensor
-
-
-@dataclass(frozen=True)
 class Hop:
     """Who sends which rows to whom. Made by `plan_hop`, used by every exchange of one layer call.
 
     send, recv     (G,) rows to and from each rank of the group, on the host
     unit_of_row    (S,) int64: the token (or slot, per_slot) that each sent row carries; -1: padding of a fixed budget
     ids            (S, C) int32: place ids that travel with each row, -1 for slots that go elsewhere
-    rows_of_token  (T, R) int32: the rows to sum for each token, in order, -1: none
+    rows_of_token  (T, R) int32: the rows to sum for each token: this rank's own, the others' in rank order, -1: none;
+                   per_slot in slot order
     row_of_slot    (T*K,) int32: the row that carries the slot's weight, -1: not sent
     dropped        () int64 on the device: routed slots that the budget had no row for
     counts         what every rank announced; None with a fixed budget
@@ -78,29 +66,6 @@ class Hop:
     def rows_away(self) -> int:
         """Rows that leave this rank for others."""
         return sum(self.send) - self.send[self.transport.rank]
-
-    def launch(self, x: Tensor, weights: Tensor) -> Launched:
-        """Pack and send x (T, D) and weights (T, K), and do not wait: other work can run while they fly."""
-        checks.shape("weights", weights, (self.T, self.K), "(T, K) of the plan")
-        fmt = RowFormat.token(x.shape[1], x.dtype, self.C, weights.dtype)
-        buffer = fmt.empty(sum(self.send), x.device)
-        self.gather(x.detach(), fmt.column(buffer, 0))
-        fmt.column(buffer, 1).copy_(self.ids)
-        if self.T:
-            carried = weights.detach().reshape(-1, self.C)[self.unit_of_row.clamp(min=0)]
-            fmt.column(buffer, 2).copy_(torch.where(self.ids >= 0, carried, 0.0))
-        return Launched(*self.start(buffer, fmt, "dispatch"), fmt, buffer)
-
-    def dispatch(self, x: Tensor, weights: Tensor, launched: Launched | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, D), weights (T, K) -> x (M, D), ids (M, C), weights (M, C) of the tokens that came, by source rank.
-
-        `launched`: what `launch` returned for the same tensors, else they are sent here.
-        """
-        return _Dispatch.apply(x, weights, self, launched or self.launch(x, weights))
-
-    def combine(self, y: Tensor) -> Tensor:
-        """y (M, D), one row per row that came -> (T, D): each token's rows summed in float32, rounded once."""
-        return _Combine.apply(y, self)
 
     def start(self, buffer: Tensor, fmt: RowFormat, what: str, *, home: bool = False) -> tuple[Pending, int]:
         """Tag and send the buffer, forwards or (`home`) along the reversed splits."""
@@ -175,7 +140,8 @@ def plan_hop(transport: Transport, places: Tensor, owner: tuple[int, ...], *, de
         carried = unit_of_row.clamp(min=0)
         here = (slot_target[carried] == rank_of_row[:, None]) & (unit_of_row >= 0)[:, None]
         ids = torch.where(here, places.reshape(units, slot_target.shape[1])[carried], -1).to(torch.int32)
-    rows_of_token = row_of_slot.view(T, K) if per_slot else _rows_of_token(row, min(G, K) if dedup == "rank" else G)
+    width = min(G, K) if dedup == "rank" else G
+    rows_of_token = row_of_slot.view(T, K) if per_slot else _rows_of_token(row, transport.rank, width)
     return Hop(transport, T, K, per_slot, send, recv, unit_of_row, ids, rows_of_token.to(torch.int32),
                row_of_slot.to(torch.int32), dropped, counts, device.type == "cpu" if verify is None else verify)
 
@@ -219,76 +185,10 @@ def _row_of_slot(row: Tensor, slot_target: Tensor) -> Tensor:
     return torch.where(slot_target >= 0, found, -1).reshape(-1)
 
 
-def _rows_of_token(row: Tensor, width: int) -> Tensor:
-    """row (G, T) -> (T, width): each token's rows in rank order, packed to the left, -1 beyond."""
-    by_token = row.t()
+def _rows_of_token(row: Tensor, own: int, width: int) -> Tensor:
+    """row (G, T) -> (T, width): each token's rows, of rank `own` first, then in rank order; packed left, -1 beyond."""
+    by_token = torch.cat([row[own : own + 1], row[:own], row[own + 1 :]]).t()
     sent = by_token >= 0
     place = torch.where(sent, sent.cumsum(1) - 1, width)
     out = torch.full((row.shape[1], width + 1), -1, dtype=row.dtype, device=row.device)
     return out.scatter_(1, place, by_token)[:, :width]
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, hop: Hop,  # type: ignore[override]
-                launched: Launched) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.hop, ctx.dtypes = hop, (x.dtype, weights.dtype)
-        fmt = launched.fmt
-        came = hop.receive((launched.pending, launched.number), fmt, "dispatch")
-        ids = fmt.column(came, 1).contiguous()
-        if hop.verify and hop.counts is not None:
-            with hop.telling():
-                hop.counts.verify_ids(ids, hop.recv)
-        ctx.mark_non_differentiable(ids)
-        return fmt.column(came, 0), ids, fmt.column(came, 2).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor, _: Tensor,  # type: ignore[override]
-                 dw: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hop: Hop = ctx.hop
-        x_dtype, w_dtype = ctx.dtypes
-        fmt = RowFormat.gradient(dx.shape[1], x_dtype, hop.C, w_dtype)
-        buffer = fmt.empty(sum(hop.recv), dx.device)
-        fmt.column(buffer, 0).copy_(dx)
-        fmt.column(buffer, 1).copy_(dw)
-        what = "dispatch backward"
-        came = hop.receive(hop.start(buffer, fmt, what, home=True), fmt, what, home=True)
-        grad_x = _sum_at_home(fmt.column(came, 0), hop).to(x_dtype)
-        return grad_x, _weight_gradient(fmt.column(came, 1), hop).to(w_dtype), None, None
-
-
-def _sum_at_home(rows: Tensor, hop: Hop) -> Tensor:
-    """rows (S, D) -> (T, D): each token's rows summed in float32 (float64), in order."""
-    if rows.shape[0] == 0:
-        return rows.new_zeros((hop.T, rows.shape[1]))
-    return weighted_sum(rows, hop.rows_of_token.reshape(-1), None, hop.T)
-
-
-def _weight_gradient(rows: Tensor, hop: Hop) -> Tensor:
-    """rows (S, C) of weight gradients -> (T, K): slot s reads its column of the row that carried it."""
-    if hop.row_of_slot.numel() == 0 or rows.shape[0] == 0:
-        return rows.new_zeros((hop.T, hop.K))
-    row = hop.row_of_slot.long()
-    column = torch.zeros_like(row) if hop.per_slot else torch.arange(hop.K, device=row.device).repeat(hop.T)
-    return torch.where(row >= 0, rows[row.clamp(min=0), column], 0.0).view(hop.T, hop.K)
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, hop: Hop) -> Tensor:  # type: ignore[override]
-        checks.shape("y", y, (sum(hop.recv), y.shape[1]), "a row for each row of the dispatched batch")
-        ctx.hop, ctx.dtype = hop, y.dtype
-        fmt = RowFormat.vector(y.shape[1], y.dtype)
-        buffer = fmt.empty(y.shape[0], y.device)
-        fmt.column(buffer, 0).copy_(y)
-        came = hop.receive(hop.start(buffer, fmt, "combine", home=True), fmt, "combine", home=True)
-        return _sum_at_home(fmt.column(came, 0), hop).to(y.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        hop: Hop = ctx.hop
-        fmt = RowFormat.vector(dy.shape[1], ctx.dtype)
-        buffer = fmt.empty(sum(hop.send), dy.device)
-        hop.gather(dy, fmt.column(buffer, 0))
-        what = "combine backward"
-        return fmt.column(hop.receive(hop.start(buffer, fmt, what), fmt, what), 0), None

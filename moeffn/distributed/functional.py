@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,58 +16,86 @@ from .dispatchers import Batch, Dispatcher
 
 
 def expert_parallel_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, dispatcher: Dispatcher, *,
-                        backend: str = "auto", chunks: int = 1, meanwhile: Callable[[], None] | None = None) -> Tensor:
+                        backend: str = "auto", chunks: int = 1, local_first: bool = False,
+                        meanwhile: Callable[[], None] | None = None) -> Tensor:
     """`moe_ffn` with the experts on several ranks: x (…, D), T tokens of this rank -> (…, D).
 
     routing  over all E experts, for this rank's tokens
     weights  of the L experts (L = 0 too) that `dispatcher.placement` puts on this rank, in slot order
     chunks   the tokens travel in that many parts, each while the experts work on the part before: the same number on
              every rank, whatever its tokens (parts may be empty)
+    local_first  slots of this rank's own experts do not travel: they are computed while the others fly
     meanwhile  called once while the tokens fly, for work that does not need them (a shared expert)
 
     Collective: every rank calls it, and its backward, the same number of times, with T = 0 too. A rank's expert
-    gradients are sums over the tokens of all ranks. Raises what `moe_ffn` raises, and ExchangeError.
+    gradients are sums over the tokens of all ranks, added up in their own dtype over chunks and local slots. Raises
+    what `moe_ffn` raises, and ExchangeError.
     """
-    flat = x.reshape(-1, x.shape[-1])
     checks.positive_int("chunks", chunks)
-    if chunks == 1:
-        batch = dispatcher.dispatch(flat, routing, meanwhile=meanwhile)
-        y = dispatcher.combine(local_experts(batch, weights, backend=backend), batch.handle)
-    else:
-        y = _in_chunks(flat, routing, weights, dispatcher, backend, chunks, meanwhile)
+    flat = x.reshape(-1, x.shape[-1])
+    outputs, before = [], None
+    parts = zip(flat.tensor_split(chunks), routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks),
+                strict=True)
+    for i, (piece, experts, w) in enumerate(parts):
+        part = Routing(experts, w, apply_to=routing.apply_to)
+        here, away = split_local(part, dispatcher) if local_first else (None, part)
+        now = _Part(here, weights, dispatcher, backend, (meanwhile if i == 0 else None), before)
+        now.batch = dispatcher.dispatch(piece, away, meanwhile=now.while_flying)
+        if before is not None:
+            outputs.append(before.combine())
+        before = now
+    assert before is not None
+    before.compute()
+    outputs.append(before.combine())
+    y = outputs[0] if chunks == 1 else torch.cat(outputs)
     if routing.identity_weights is not None:
         y = (y + routing.identity_weights[:, None].to(y.dtype) * flat).to(y.dtype)
     return y.reshape(x.shape)
 
 
-def _in_chunks(x: Tensor, routing: Routing, weights: ExpertWeights, dispatcher: Dispatcher, backend: str, chunks: int,
-               meanwhile: Callable[[], None] | None) -> Tensor:
-    outputs: list[Tensor] = []
-    work, before = meanwhile, None
-    parts = zip(x.tensor_split(chunks), routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks),
-                strict=True)
-    for piece, ids, w in parts:
-        computed: list[Tensor] = []
-        if before is not None:
-            work = functools.partial(_compute, computed, before, weights, backend)
-        batch = dispatcher.dispatch(piece, Routing(ids, w, apply_to=routing.apply_to), meanwhile=work)
-        if before is not None:
-            outputs.append(dispatcher.combine(computed[0], before.handle))
-        before = batch
-    assert before is not None
-    outputs.append(dispatcher.combine(local_experts(before, weights, backend=backend), before.handle))
-    return torch.cat(outputs)
+def split_local(routing: Routing, dispatcher: Dispatcher) -> tuple[Routing, Routing]:
+    """routing (T, K) over all experts -> (over this rank's slots, over all experts): -1 where the other has it."""
+    placement = dispatcher.placement
+    first, last = placement.first_place[dispatcher.rank], placement.first_place[dispatcher.rank + 1]
+    places = placement.places(routing.experts)
+    here = (places >= first) & (places < last)
+    return (replace(routing, experts=torch.where(here, places - first, -1)),
+            replace(routing, experts=torch.where(here, -1, routing.experts)))
 
 
-def _compute(into: list[Tensor], batch: Batch, weights: ExpertWeights, backend: str) -> None:
-    into.append(local_experts(batch, weights, backend=backend))
+class _Part:
+    """Some of the tokens on their way: what runs while they fly, their batch, their results."""
+
+    batch: Batch
+
+    def __init__(self, here: Routing | None, weights: ExpertWeights, dispatcher: Dispatcher, backend: str,
+                 meanwhile: Callable[[], None] | None, before: _Part | None) -> None:
+        self.here, self.weights, self.dispatcher, self.backend = here, weights, dispatcher, backend
+        self.meanwhile, self.before = meanwhile, before
+        self.mine: Tensor | None = None
+
+    def while_flying(self, x: Tensor) -> None:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        if self.before is not None:
+            self.before.compute()
+            self.before = None
+        if self.here is not None:
+            self.mine = local_experts(x, self.here, self.weights, backend=self.backend)
+
+    def compute(self) -> None:
+        self.y = local_experts(self.batch.x, self.batch.routing, self.weights, backend=self.backend)
+
+    def combine(self) -> Tensor:
+        return self.dispatcher.combine(self.y, self.batch.handle, self.mine)
 
 
-def local_experts(batch: Batch, weights: ExpertWeights, *, backend: str = "auto") -> Tensor:
-    """The experts of this rank on a batch -> y (M, D). Zeros, still a part of the graph, when the rank has none."""
+def local_experts(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str = "auto") -> Tensor:
+    """This rank's experts on tokens x (M, D), routed over its slots -> (M, D). Zeros, still a part of the graph, when
+    the rank has none."""
     if weights.num_experts:
-        return moe_ffn(batch.x, batch.routing, weights, backend=backend)
-    return _NoExperts.apply(batch.x, batch.routing.weights, *(t for _, t in weights.named_tensors()))
+        return moe_ffn(x, routing, weights, backend=backend)
+    return _NoExperts.apply(x, routing.weights, *(t for _, t in weights.named_tensors()))
 
 
 class _NoExperts(torch.autograd.Function):

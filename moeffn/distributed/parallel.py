@@ -49,6 +49,7 @@ class ParallelConfig:
     links           bandwidths for the cost model
     deadline        seconds per exchange on gloo; None: the group's timeout
     chunks          parts in which tokens travel, each while the experts work on the part before
+    local_first     slots of a rank's own experts stay and are computed while the others fly
     budget          rows from each rank to each rank, fixed (see `AllToAll`); needs "all_to_all, dedup rank" or "none"
     placement       where experts are computed, with replicas (see `balance_replicas`); None: on the rank that owns them
     broadcast       first give every rank the parameters and buffers of the mesh's first rank
@@ -61,6 +62,7 @@ class ParallelConfig:
     links: Links | None = None
     deadline: float | None = None
     chunks: int = 1
+    local_first: bool = False
     budget: int | None = None
     placement: Placement | None = None
     broadcast: bool = True
@@ -136,7 +138,8 @@ def _distribute(layer: MoEFFN, mesh: DeviceMesh, config: ParallelConfig, transpo
         experts.register_parameter(key, nn.Parameter(sharded, requires_grad=p.requires_grad))
     experts.__class__ = ParallelExperts
     assert isinstance(experts, ParallelExperts)
-    experts.mesh, experts.loss, experts.chunks = mesh, config.loss, config.chunks
+    experts.mesh, experts.loss = mesh, config.loss
+    experts.chunks, experts.local_first = config.chunks, config.local_first
     experts.dispatcher = make_dispatcher(name, transport, placement, config)
     experts.replicator = None if placement == home else Replicator(transport, home, placement)
     layer.__class__ = ParallelMoEFFN
@@ -181,6 +184,7 @@ class ParallelExperts(Experts):
     mesh: DeviceMesh
     loss: str
     chunks: int
+    local_first: bool
     dispatcher: Dispatcher
     replicator: Replicator | None
 
@@ -199,7 +203,7 @@ class ParallelExperts(Experts):
     def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto",
                 meanwhile: Callable[[], None] | None = None) -> Tensor:
         return expert_parallel_ffn(x, routing, self.weights, self.dispatcher, backend=backend, chunks=self.chunks,
-                                   meanwhile=meanwhile)
+                                   local_first=self.local_first, meanwhile=meanwhile)
 
 
 class ParallelMoEFFN(MoEFFN):

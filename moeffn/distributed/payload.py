@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..backends.memory import buffer
 from .errors import MismatchError, name_ranks
 
 
@@ -52,7 +53,7 @@ class RowFormat:
         return -(-(self.offsets[-1] + 4) // 16) * 16
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
-        return torch.empty((rows, self.row_bytes), dtype=torch.uint8, device=device)
+        return buffer((rows, self.row_bytes), torch.uint8, device)
 
     def column(self, buffer: Tensor, index: int) -> Tensor:
         """Column `index` of the buffer as a strided view (rows, width); the tag is column -1, (rows, 1) int32."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from .exchange import Hop, plan_hop
+from .flight import dispatch
 from .placement import Placement
 from .transport import Transport
 
@@ -136,6 +137,6 @@ class Replicator:
             self._hop = plan_hop(self.transport, self.places.to(device), self.placement.rank_of_place, dedup="none",
                                  D=flat.shape[1], dtype=dtype)
         ones = torch.ones(self.places.shape, dtype=torch.float32, device=device)
-        came = self._hop.dispatch(flat, ones)[0].index_select(0, self.row_of_slot.to(device))
+        came = dispatch(self._hop, flat, ones)[0].index_select(0, self.row_of_slot.to(device))
         parts = iter(came.split([t.shape[1:].numel() for t in present], 1))
         return [None if t is None else next(parts).reshape(-1, *t.shape[1:]) for t in tensors]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checks
+from ..backends.memory import buffer
 from .errors import ExchangeError, RankAbsentError, name_ranks
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class GroupTransport:
 
     def start(self, rows: Tensor, send: Sequence[int], recv: Sequence[int], what: str) -> Pending:
         account(self, rows, send, what)
-        out = rows.new_empty((sum(recv), rows.shape[1]))
+        out = buffer((sum(recv), rows.shape[1]), rows.dtype, rows.device)
         options = dist.AllToAllOptions()
         if self.deadline is not None and rows.device.type == "cpu":
             options.timeout = timedelta(seconds=self.deadline)
@@ -159,7 +160,7 @@ class _Hub:
     def exchange(self, rank: int, rows: Tensor, send: list[int], recv: list[int], what: str) -> Tensor:
         self.slots[rank] = (rows, send, what)
         self._meet(rank, what)
-        out = rows.new_empty((sum(recv), rows.shape[1]))
+        out = buffer((sum(recv), rows.shape[1]), rows.dtype, rows.device)
         begin = 0
         for source, expected in enumerate(recv):
             theirs, splits, _ = self.slots[source]  # type: ignore[misc]
