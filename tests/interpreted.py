@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 
 import numpy as np
@@ -22,6 +23,11 @@ def tiny_tiles(problem):
     if problem.kernel == "dh":
         return TileConfig(16, 32, 16, 4, 2, group_m=2, pieces=2)
     return TileConfig(16, 32, 16, 4, 2, group_m=2, pieces=2 if problem.kernel == "up" else 1)
+
+
+def bulk_tiles(problem):
+    """The same read through descriptors where the layout allows, by three programs that go from tile to tile."""
+    return dataclasses.replace(tiny_tiles(problem), tma=True, persistent=int(problem.kernel != "dw"))
 
 
 @contextlib.contextmanager
@@ -59,16 +65,17 @@ def sanitized():
         if not inside.all():
             raise Violation(f"{(~inside).sum()} of {at.size} lanes outside the kernel's tensors")
 
-    def checked_load(self, ptrs, mask, other, *rest):
+    def checked_load(self, ptrs, mask, other, *rest, **more):
         check(ptrs, mask)
-        return load(self, ptrs, mask, other, *rest)
+        return load(self, ptrs, mask, other, *rest, **more)
 
     def checked_store(self, ptrs, value, mask, *rest):
         check(ptrs, mask)
         return store(self, ptrs, value, mask, *rest)
 
     def checked_call(self, *args, **kwargs):
-        spans[:] = [_span(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.numel()]
+        given = [getattr(t, "base", t) for t in (*args, *kwargs.values())]
+        spans[:] = [_span(t) for t in given if isinstance(t, torch.Tensor) and t.numel()]
         return call(self, *args, **kwargs)
 
     builder.create_masked_load, builder.create_masked_store = checked_load, checked_store

@@ -26,6 +26,10 @@ def test_published_models_to_the_unit(golden):
     for key in ("all", "head", "none"):
         if key in golden:
             assert getattr(found, f"active_{key}") == golden[key], key
+    if "ffn" in golden:  # the FFNs alone, of LongCat without its routed experts, of GPT-3 without biases
+        words = golden.get("ffn_convention", "idle=mean")
+        assert count(golden["name"], convention=words).ffn_active == golden["ffn"]
+        assert count(golden["name"], convention=f"scope=ffn,{words}").active == golden["ffn"]
     if "buffers" in golden:
         assert found.buffers == golden["buffers"]
     if "mtp_total" in golden:
@@ -254,6 +258,7 @@ def test_paths_and_names(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert count(tmp_path).total == count(tmp_path / "config.json").total == count(str(tmp_path)).total
     assert count("olmoe 1b 7b").total == count(config).total == 6_919_161_856
+    assert count("deepseek-ai/DeepSeek-V3.1") == count("DeepSeek-V3")  # another release of the same sizes
     assert count("Qwen/Qwen3-30B-A3B").total == count("Qwen3-30B-A3B").total
 
 

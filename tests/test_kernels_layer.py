@@ -167,7 +167,8 @@ def test_float32_masters_of_a_float16_computation():
 
 @pytest.mark.parametrize("options", [
     {}, {"activation": OAI, "layout": Layout.INTERLEAVED, "bias": True}, {"apply_to": "input", "bias": True},
-    {"activation": ACTIVATIONS["relu2"], "K": 3}, {"T": 1, "K": 5, "D": 1, "F": 1}])
+    {"activation": ACTIVATIONS["relu2"], "K": 3}, {"T": 1, "K": 5, "D": 1, "F": 1},
+    {"T": 2, "K": 11, "E": 12, "F": 140, "bias": True}])
 def test_few_slots_without_gradients(options):
     """The path of decoding: at most 64 slots, dropped ids, transposed weights."""
     assert_within_budget(make(**{"T": 6, "E": 5, "D": 37, "F": 19, **options}), torch.float32, grads=False,

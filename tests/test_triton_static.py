@@ -48,6 +48,17 @@ def test_products_use_the_matrix_unit(rows, family, unit):
         assert row["matrix_unit"] == ("mma" if small else unit), row
 
 
+def test_weights_are_copied_in_bulk_where_there_is_hardware_for_it(rows):
+    """One copy a stage and operand at least; pointers elsewhere, and nothing in bulk there."""
+    bulk = [r for r in rows if r["reads"].startswith("tma")]
+    assert {(r["family"], r["kernel"], r["persistent"]) for r in bulk} == {
+        (f, k, p) for f in ("sm90", "sm100") for k in ("up", "rows", "dh") for p in ("", "yes")}
+    for row in rows:
+        operands = {"up": 2, "rows": 2, "dh": 1}.get(row["kernel"], 0) if row in bulk else 0
+        copies, stages = int(row["bulk_copies"]), int(row["stages"])
+        assert copies >= operands * stages if operands else copies == 0, row
+
+
 @pytest.mark.parametrize("kernel, programs", [("up", 1), ("rows", 1), ("dh", 1), ("dw", 1)])
 def test_large_tiles_fit_the_register_file_of_sm90(rows, kernel, programs):
     """65536 registers and 227 KiB of shared memory an SM hold the intended number of programs."""
@@ -55,6 +66,15 @@ def test_large_tiles_fit_the_register_file_of_sm90(rows, kernel, programs):
         if row["family"] == "sm90" and row["kernel"] == kernel:
             assert int(row["registers"]) * 32 * int(row["warps"]) * programs <= 65536, row
             assert int(row["shared_bytes"]) * programs <= 227 * 1024, row
+
+
+@pytest.mark.parametrize("kernel, tile, programs", [("slot_up", "8x256", 8 * 768 // 8), ("token_down", "8x128x8", 256)])
+def test_decoding_one_token_has_every_program_resident(rows, kernel, tile, programs):
+    """On an H200's 132 SMs, with the copies of each pipeline in shared memory: at least 36 KB an SM on their way."""
+    row, = (r for r in rows if (r["family"], r["kernel"], r["tile"]) == ("sm90", kernel, tile))
+    registers, shared = int(row["registers"]) * 32 * int(row["warps"]), int(row["shared_bytes"])
+    resident = min(65536 // registers, 227 * 1024 // shared)
+    assert resident * 132 >= programs and programs * shared >= 132 * 36 * 1024
 
 
 def test_every_pointer_product_is_64_bit(rows):

@@ -55,11 +55,18 @@ def test_buckets():
 @pytest.mark.parametrize("change, reason", [
     ({"block_m": 48}, "not a power of two"), ({"block_k": 8}, "at least 16"), ({"num_stages": 9}, "1..8"),
     ({"block_n": 256, "num_stages": 4}, "shared memory"), ({"pieces": 16}, "fewer than 16"),
-    ({"num_warps": 32}, "warps")])
+    ({"num_warps": 32}, "warps"), ({"persistent": -1}, "negative"),
+    ({"persistent": 1, "block_m": 256}, "shared memory")])
 def test_illegal_tiles_say_why(change, reason):
     base = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
     assert why_illegal(TileConfig(**base), problem()) is None
     assert reason in why_illegal(TileConfig(**{**base, **change}), problem())
+
+
+def test_bulk_copies_are_for_devices_that_have_them():
+    config = TileConfig(64, 64, 32, 4, 3, tma=True)
+    assert [why_illegal(config, problem(family=f)) is None for f in ("sm80", "sm90", "sm100", "gfx9")] == [
+        False, True, True, False]
 
 
 def test_the_estimate_of_shared_memory_covers_what_the_compiler_takes():
@@ -71,7 +78,7 @@ def test_the_estimate_of_shared_memory_covers_what_the_compiler_takes():
         if row["kernel"] not in ("up", "rows", "dh", "dw"):
             continue
         m, n, k = (int(v) for v in row["tile"].split("x"))
-        config = TileConfig(m, n, k, int(row["warps"]), int(row["stages"]))
+        config = TileConfig(m, n, k, int(row["warps"]), int(row["stages"]), persistent=int(row["persistent"] == "yes"))
         p = problem("up" if row["kernel"] == "up" else "down", family=row["family"])
         assert int(row["shared_bytes"]) <= max(shared_memory(config, p) + 1024, m * n * 4), row
         assert int(row["shared_bytes"]) <= SHARED_MEMORY[row["family"]], row

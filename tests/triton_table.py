@@ -1,21 +1,24 @@
 """Compiles every kernel at every shipped tile, as the backend launches it, and writes tests/data/triton_static.csv.
 
 For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, and for the routers
-named below; with no device.
+named below, with no device; on sm_90 and sm_100 also what runs where a layout allows no descriptor (reads "pointers"),
+and the persistent kernels.
 To write the table anew: PYTHONPATH=. python tests/triton_table.py
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -39,7 +42,8 @@ ROUTERS = {
                                 renormalize=True, renorm_eps=1e-20),
     "largest": RouterConfig(num_experts=4096, top_k=64, score="sqrtsoftplus", renormalize=True),
 }
-KEY = ("family", "kernel", "variant", "tile", "warps", "stages")
+KEY = ("family", "kernel", "variant", "tile", "warps", "stages", "reads", "persistent")
+BESIDE: dict[str, Any] = {"pointers": {"tma": False}, "persistent": {"persistent": 1}}
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -47,7 +51,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles) -> list[Launch]:
-    """The launches of a training step of T tokens, then of decoding 8."""
+    """The launches of a training step of T tokens, then of decoding 8 and 1."""
     backend = TritonBackend(pick, family)
     weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
     x, w = meta(T, D), meta(T, K, dtype=torch.float32)
@@ -55,7 +59,8 @@ def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles
         plan = backend.plan(meta(T, K, dtype=torch.int32), E)
         _, h = backend.forward(x, plan, w, weights, apply_to="output", save=True)
         backend.backward(x, x, h, plan, w, weights, apply_to="output", needs=Needs())
-        backend.moe(x[:8], meta(8, K, dtype=torch.int32), w[:8], weights, apply_to="output")
+        for few in (8, 1):
+            backend.moe(x[:few], meta(few, K, dtype=torch.int32), w[:few], weights, apply_to="output")
     return launches
 
 
@@ -69,6 +74,7 @@ def routing(config: RouterConfig, T: int) -> list[Launch]:
     return launches
 
 
+@functools.cache
 def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     """Every different launch of a training step in the three buckets, by the key columns of the table."""
     found: dict[tuple[str, ...], Launch] = {}
@@ -78,6 +84,11 @@ def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     for name, config in ROUTERS.items():
         for launch in routing(config, 32768):
             found[(family, *_key(launch, name))] = launch
+    for change in BESIDE.values() if family in ("sm90", "sm100") else ():
+        for T in (TOKENS["large"], TOKENS["medium"]):
+            for launch in step(family, T, lambda p, c=change: replace(pick_tiles(p), **c)):
+                if "READ" in launch.args:
+                    found.setdefault((family, *_key(launch)), launch)
     return found
 
 
@@ -88,7 +99,9 @@ def _key(launch: Launch, router: str = "") -> tuple[str, ...]:
                "place": "one block" if a.get("SINGLE") else "blocks"}.get(launch.name, router)
     sides = ("ROWS", "C") if router else ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SLOTS")
     tile = "x".join(str(a[n]) for n in sides if n in a)
-    return launch.name, variant, tile, str(launch.num_warps), str(launch.num_stages)
+    reads = f"tma {a['READ']}" if a.get("READ", "pointers") != "pointers" else a.get("READ", "")
+    return (launch.name, variant, tile, str(launch.num_warps), str(launch.num_stages), reads,
+            "yes" if a.get("PERSISTENT") else "")
 
 
 def compile_row(key: tuple[str, ...]) -> dict[str, str]:

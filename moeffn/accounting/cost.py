@@ -53,9 +53,11 @@ def _matrices(model: Architecture, mtp: bool) -> Iterator[Weight]:
 
 def matmul_weights(model: Architecture, *, router: bool = True, head: bool = True, mtp: bool = False) -> Fraction:
     """Weights a token is multiplied by: active matrices, with the head even where it is the embedding table."""
-    found = sum((w.active() for w in _matrices(model, mtp) if (router or w.part != "router")
+    found = sum((w.active() * w.passes for w in _matrices(model, mtp) if (router or w.part != "router")
                  and w.part not in ("head", "vision")), Fraction(0))
-    if head and (model.has_head or (model.tied and model.vocab)):
+    if head and model.has_head:
+        found += sum(w.total for w in model.outer if w.part == "head" and w.kind == "matrix")
+    elif head and model.tied:
         found += model.vocab * model.d_model
     return found
 

@@ -175,7 +175,7 @@ def counts_under(weight: Weight, convention: Convention, extra: bool) -> bool:
         return extra and convention.router_biases
     if weight.part == "router" and weight.kind == "bias" and len(weight.shape) == 1 and not convention.router_biases:
         return False
-    if weight.part == "vision" and not convention.vision:
+    if weight.part.startswith("vision") and not convention.vision:
         return False
     if weight.part == "norm" and not convention.norms:
         return False
@@ -208,10 +208,10 @@ def count_architecture(model: Architecture, convention: Convention, name: str = 
     """`count` for weights already listed."""
     extra = convention.scope == "checkpoint"
     with_mtp = convention.scope in ("model+mtp", "checkpoint")
-    if convention.scope in ("ffn", "layers"):
+    if convention.scope == "ffn":
+        chosen = [w for w in model.weights() if w.part in FFN_PARTS]
+    elif convention.scope == "layers":
         chosen = [w for layer in model.layers for w in layer.weights]
-        if convention.scope == "ffn":
-            chosen = [w for w in chosen if w.part in FFN_PARTS]
     else:
         chosen = list(model.weights(with_mtp))
     totals = dict.fromkeys(PARTS, 0)

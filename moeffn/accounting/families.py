@@ -38,7 +38,19 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     Raises ValueError for an unknown `model_type`, a missing size or an impossible value, TypeError for a value of
     the wrong type; the message names the key.
     """
-    from . import families_dense, families_hybrid, families_moe, families_other, families_sparse  # noqa: F401
+    from . import (  # noqa: F401
+        families_dense,
+        families_gemma,
+        families_hybrid,
+        families_indexed,
+        families_moe,
+        families_multimodal,
+        families_other,
+        families_recurrent,
+        families_remote,
+        families_seq2seq,
+        families_sparse,
+    )
 
     keys = Keys(config)
     if not keys.has("model_type") and keys.has("intermediate"):
@@ -54,11 +66,35 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     return FAMILIES[name](keys)
 
 
+def width_and_depth(k: Keys) -> tuple[int, int]:
+    """Width and number of layers."""
+    return k.integer("hidden_size"), k.integer("num_hidden_layers", "num_layers")
+
+
+def tower(k: Keys, *names: str) -> Keys:
+    """The language model inside a multimodal config; the other towers are named as excluded."""
+    inner = next((name for name in (*names, "text_config", "llm_config", "language_config") if k.has(name)), "")
+    if not inner:
+        return k
+    k.excluded.extend(name for name in ("vision_config", "audio_config", "speech_config") if k.has(name))
+    return k.inside(inner)
+
+
+def shared_width(k: Keys, expert: int, sparse: list[bool]) -> int:
+    """Width of the shared experts: a number of them, or a width of their own."""
+    if k.has("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
+        if not k.has("n_shared_experts", "num_shared_experts"):
+            return k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)
+        own = k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)
+        return own * (k.integer("n_shared_experts", "num_shared_experts", minimum=0) > 0)
+    return expert * k.integer("n_shared_experts", "num_shared_experts", minimum=0) if any(sparse) else 0
+
+
 # In these families' own code a missing number of key/value heads means as many as query heads.
 KV_FROM_HEADS = {
-    "afmoe", "apertus", "arcee", "aria_text", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo", "granite",
-    "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
+    "afmoe", "apertus", "arcee", "aria_text", "baichuan", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo",
+    "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
 }
 # In these a head's width is a size of its own, never d / heads.
 OWN_HEAD_DIM = {
@@ -117,21 +153,21 @@ def windows(k: Keys, layers: int, key: str = "sliding_window") -> list[int | Non
 
 def decoder(k: Keys, name: str, d: int, layers: list[Layer], *, tied: bool, norm_bias: bool = False,
             final_norm: bool = True, head: bool = True, head_bias: bool = False, extra: tuple[Weight, ...] = (),
-            mtp: tuple[Layer, ...] = (), mtp_copies: bool = False, notes: tuple[str, ...] = ()) -> Architecture:
+            mtp: tuple[Layer, ...] = (), mtp_copies: bool = False, head_rows: int = 0) -> Architecture:
     """A decoder of `layers` between a token embedding and a head. mtp_copies: a checkpoint stores the embedding and
-    the head once more for each prediction layer."""
-    vocab = k.integer("vocab_size")
+    the head once more for each prediction layer. head_rows: rows of the head, 0 for one for each token."""
+    vocab = k.integer("vocab_size", "padded_vocab_size")
     is_tied = k.tied(tied)
     outer = [Weight("embedding", (vocab, d), "table"), *extra]
     if final_norm:
         outer += norm(d, norm_bias)
     if head and not is_tied:
-        outer += matrix("head", vocab, d, head_bias)
+        outer += matrix("head", head_rows or vocab, d, head_bias)
     elif head and head_bias:
         outer.append(Weight("head", (vocab,), "bias"))
     return Architecture(
         name, d, vocab, tuple(layers), tuple(outer), is_tied, mtp, 2 * vocab * d * len(mtp) * mtp_copies,
-        tuple(sorted(k.assumed.items())), tuple(k.excluded), notes,
+        tuple(sorted(k.assumed.items())), tuple(k.excluded),
     )
 
 

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from .families import FULL, LINEAR, block, decoder, family, first_dense, heads_of, linear_layers, sparse_step, windows
-from .families_moe import _shared, _sizes, tower
+from .families import (
+    FULL,
+    LINEAR,
+    block,
+    decoder,
+    family,
+    first_dense,
+    heads_of,
+    linear_layers,
+    shared_width,
+    sparse_step,
+    tower,
+    width_and_depth,
+    windows,
+)
 from .ffns import dense, moe
 from .mixers import Mixed, gated_delta, gqa, kimi_delta, lightning, mamba1, mamba2, mla, short_conv
 from .reader import Keys
@@ -17,7 +30,7 @@ def qwen_hybrid(k: Keys) -> Architecture:
     """Gated DeltaNet with a gated full attention every few layers; experts unless the family is Qwen3.5 dense."""
     name = k.text("model_type")
     k = tower(k)
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     linear = linear_layers(k, n, "full_attention_interval")
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -45,7 +58,7 @@ def qwen_hybrid(k: Keys) -> Architecture:
 
 @family("minimax", "minimax_text_01")
 def minimax(k: Keys) -> Architecture:
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     if k.has("attn_type_list"):
         linear = [kind == 0 for kind in k.each("attn_type_list", layers=n)]
@@ -60,7 +73,7 @@ def minimax(k: Keys) -> Architecture:
 
 @family("jamba")
 def jamba(k: Keys) -> Architecture:
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     inner = d * k.integer("mamba_expand")
     rank = k.integer("mamba_dt_rank") if k.data.get("mamba_dt_rank") != "auto" else -(-d // 16)
@@ -85,7 +98,7 @@ def delta_latent(k: Keys) -> Architecture:
     """Kimi delta attention with latent attention between."""
     name = k.text("model_type")
     kimi = name == "kimi_linear"
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads = k.integer("num_attention_heads")
     if kimi and k.has("linear_attn_config"):
         inner = k.inside("linear_attn_config")
@@ -103,7 +116,7 @@ def delta_latent(k: Keys) -> Architecture:
     sparse = first_dense(k, n)
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("num_experts", "num_local_experts"),
-              k.integer("num_experts_per_token", "num_experts_per_tok"), shared=_shared(k, expert, sparse),
+              k.integer("num_experts_per_token", "num_experts_per_tok"), shared=shared_width(k, expert, sparse),
               selection="buffer", where="config.num_experts_per_token")
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [block("sparse" if on else "dense", recurrent if is_linear else attention, ffn if on else plain,
@@ -115,7 +128,7 @@ def delta_latent(k: Keys) -> Architecture:
 
 @family("granitemoehybrid")
 def granite_hybrid(k: Keys) -> Architecture:
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     words = k.words("layer_types", layers=n, among=(*MAMBA, "attention", "full_attention"))
     bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
@@ -146,7 +159,7 @@ def _mamba2(k: Keys, d: int, norms: bool = True) -> Mixed:
 def bamba(k: Keys) -> Architecture:
     """Mamba-2 and attention, in turn (Bamba) or side by side in every layer (Falcon-H1)."""
     name = k.text("model_type")
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     both = name == "falcon_h1"
     bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
@@ -212,18 +225,20 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
     return tuple(found + norm(d)), ()
 
 
-@family("lfm2_moe", "lfm2")
+@family("lfm2_moe", "lfm2", "lfm3")
 def lfm2(k: Keys) -> Architecture:
     name = k.text("model_type")
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     if k.has("layer_types"):
-        full = [word != "conv" for word in k.words("layer_types", layers=n, among=("conv", "full_attention"))]
+        full = [word != "conv" for word in k.words("layer_types", layers=n, among=("conv", *FULL))]
     else:
         chosen = set(k.indices("full_attn_idxs", required=True))
         full = [i in chosen for i in range(n)]
     conv = short_conv(d, k.integer("conv_L_cache"), k.flag("conv_bias", absent=False))
-    attention = gqa(d, heads, kv, width, qk_norm="head")
+    gate = "heads" if name == "lfm3" and k.flag("use_attention_gate") else ""
+    attention = gqa(d, heads, kv, width, qk_norm="head", gate=gate)
+    norms = norm(d, copies=4 if name == "lfm3" and k.flag("use_sandwich_norm") else 2)
     hidden = k.integer("intermediate_size", "block_ff_dim")
     if name == "lfm2" and k.flag("block_auto_adjust_ff_dim", absent=True):
         step = k.integer("block_multiple_of")
@@ -235,8 +250,8 @@ def lfm2(k: Keys) -> Architecture:
               selection="buffer" if k.flag("use_expert_bias", absent=True) else "",
               where="config.num_experts_per_tok") if any(sparse) else []
     plain = dense(d, hidden)
-    layers = [block("sparse" if on else "dense", attention if is_full else conv, ffn if on else plain,
-                    norm(d, copies=2)) for is_full, on in zip(full, sparse, strict=True)]
+    layers = [block("sparse" if on else "dense", attention if is_full else conv, ffn if on else plain, norms)
+              for is_full, on in zip(full, sparse, strict=True)]
     if k.has("tie_embedding") and not k.has("tie_word_embeddings"):
         return decoder(k, name, d, layers, tied=k.flag("tie_embedding"))
     return decoder(k, name, d, layers, tied=True)
@@ -263,7 +278,7 @@ def longcat(k: Keys) -> Architecture:
 @family("jetmoe")
 def jetmoe(k: Keys) -> Architecture:
     """Attention is a mixture too: each expert has its own query and output projections."""
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     kv, width, top_k = k.integer("num_key_value_heads"), k.integer("kv_channels"), k.integer("num_experts_per_tok")
     experts = k.integer("num_local_experts")
     inner = kv * width
@@ -280,7 +295,7 @@ def jetmoe(k: Keys) -> Architecture:
 def cohere(k: Keys) -> Architecture:
     """Attention and FFN side by side behind one norm; Command A+ and its dense predecessors."""
     name = k.text("model_type")
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
     sparse = [False] * n

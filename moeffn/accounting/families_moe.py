@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from .families import block, decoder, family, first_dense, heads_of, predictor, sparse_step, windows
+from .families import (
+    block,
+    decoder,
+    family,
+    first_dense,
+    heads_of,
+    predictor,
+    shared_width,
+    sparse_step,
+    tower,
+    width_and_depth,
+    windows,
+)
 from .ffns import dense, moe
 from .mixers import Mixed, gqa
 from .reader import Keys
-from .weights import Architecture, Layer, matrix, norm
+from .weights import Architecture, Layer, Weight, matrix, norm
 
 
-def _sizes(k: Keys) -> tuple[int, int]:
-    return k.integer("hidden_size"), k.integer("num_hidden_layers")
-
-
-@family("mixtral", "olmoe", "flex_olmo", "minimax_m2", "phimoe", "granitemoe", "granitemoeshared", "granitemoe_swa",
-        "aria_text")
+@family("mixtral", "olmoe", "flex_olmo", "minimax_m2", "phimoe", "grinmoe", "granitemoe", "granitemoeshared",
+        "granitemoe_swa", "aria_text")
 def every_layer(k: Keys) -> Architecture:
     """Every layer sparse, `intermediate_size` is the expert width."""
     name = k.text("model_type")
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
     qk_norm = "full" if name in ("olmoe", "flex_olmo", "minimax_m2") else ""
@@ -26,7 +34,7 @@ def every_layer(k: Keys) -> Architecture:
     shared = expert * k.integer("moe_num_shared_experts", minimum=0) if name == "aria_text" else 0
     if name in ("granitemoeshared", "granitemoe_swa"):
         shared = k.integer("shared_intermediate_size", absent=0, minimum=0)
-    norm_bias = name == "phimoe"
+    norm_bias = name in ("phimoe", "grinmoe")
     ffn = moe(d, expert, experts, k.integer("num_experts_per_tok", "moe_topk"), shared=shared,
               selection="buffer" if name == "minimax_m2" else "", where="config.num_experts_per_tok")
     layers = [
@@ -35,13 +43,13 @@ def every_layer(k: Keys) -> Architecture:
         for window in windows(k, n)
     ]
     return decoder(k, name, d, layers, tied=False, norm_bias=norm_bias,
-                   head_bias=name == "phimoe" and k.flag("lm_head_bias", absent=False))
+                   head_bias=norm_bias and k.flag("lm_head_bias", absent=False))
 
 
-@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum")
+@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum", "flint")
 def qwen(k: Keys) -> Architecture:
     name = k.text("model_type")
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     second = name == "qwen2_moe"
     if second:
@@ -51,13 +59,15 @@ def qwen(k: Keys) -> Architecture:
     sparse = first_dense(k, n) if name == "mellum" and k.has("mlp_layer_types") else sparse_step(k, n)
     experts = k.integer("num_experts", "num_local_experts")
     ffn = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"),
-              shared=k.integer("shared_expert_intermediate_size", minimum=0) if second else 0, shared_gate=second,
+              shared=k.integer("shared_expert_intermediate_size", minimum=0) if second or name == "flint" else 0,
+              shared_gate=second,
               where="config.num_experts_per_tok")
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [
-        block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, qk_norm="" if second else "head"),
+        block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, qk_norm="" if second else "head",
+                                               sinks=name == "flint", window=window if name == "flint" else None),
               ffn if on else plain, norm(d, copies=2))
-        for on in sparse
+        for on, window in zip(sparse, windows(k, n), strict=True)
     ]
     return decoder(k, name, d, layers, tied=name == "qwen3_vl_moe_text")
 
@@ -65,7 +75,7 @@ def qwen(k: Keys) -> Architecture:
 @family("gpt_oss", "openai_privacy_filter")
 def gpt_oss(k: Keys) -> Architecture:
     """Biases on experts, router and attention; a sink for each head."""
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=True) else ""
     ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"),
@@ -91,7 +101,7 @@ def dbrx(k: Keys) -> Architecture:
 @family("llama4", "llama4_text")
 def llama4(k: Keys) -> Architecture:
     k = tower(k)
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
     if k.has("moe_layers"):
@@ -110,18 +120,9 @@ def llama4(k: Keys) -> Architecture:
     return decoder(k, "llama4", d, layers, tied=False)
 
 
-def tower(k: Keys, *names: str) -> Keys:
-    """The language model inside a multimodal config; the other towers are named as excluded."""
-    inner = next((name for name in (*names, "text_config", "llm_config", "language_config") if k.has(name)), "")
-    if not inner:
-        return k
-    k.excluded.extend(name for name in ("vision_config", "audio_config", "speech_config") if k.has(name))
-    return k.inside(inner)
-
-
 @family("ernie4_5_moe")
 def ernie(k: Keys) -> Architecture:
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = k.flag("use_bias", absent=False)
     start, interval = k.integer("moe_layer_start_index", minimum=0), k.integer("moe_layer_interval", absent=1)
@@ -147,7 +148,7 @@ def ernie(k: Keys) -> Architecture:
 def hunyuan(k: Keys) -> Architecture:
     """Hunyuan-A13B and Hunyuan-Large: sizes may be lists, one entry a layer."""
     name = k.text("model_type")
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
     qk_norm = "head" if k.flag("use_qk_norm", absent=True) else ""
@@ -170,16 +171,6 @@ def hunyuan(k: Keys) -> Architecture:
     return decoder(k, name, d, layers, tied=name != "hunyuan_v1_moe")
 
 
-def _shared(k: Keys, expert: int, sparse: list[bool]) -> int:
-    """Width of the shared experts: a number of them, or a width of their own."""
-    if k.has("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
-        if not k.has("n_shared_experts", "num_shared_experts"):
-            return k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)
-        own = k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)
-        return own * (k.integer("n_shared_experts", "num_shared_experts", minimum=0) > 0)
-    return expert * k.integer("n_shared_experts", "num_shared_experts", minimum=0) if any(sparse) else 0
-
-
 GROUPED = {
     # family: (bias of these projections when attention_bias, default of attention_bias, qk norm, selection bias,
     #          gate, norms a layer)
@@ -193,9 +184,16 @@ GROUPED = {
     "afmoe": ("qkvo", False, "head", "parameter", "channels", 4),
     "laguna": ("qkvo", False, "head", "parameter", "heads", 2),
     "deepseek": ("qkvo", False, "", "", "", 2),
-    "bailing_moe": ("", False, "", "", "", 2),
+    "bailing_moe": ("", False, "flag", "flag", "", 2),
     "bailing_moe_v2": ("", False, "flag", "buffer", "", 2),
     "mimo_v2_flash": ("qkv", False, "", "buffer", "", 2),
+    "unlimited_ocr_text": ("qkvo", False, "", "", "", 2),
+    "kolibri1": ("", False, "head", "buffer", "", 4),
+    "beam": ("qkvo", False, "head", "buffer", "channels", 4),
+}
+WITHOUT_SHARED = ("mimo_v2_flash", "beam")
+ALWAYS_SPARSE = {  # what a config without `first_k_dense_replace` means
+    "solar_open": {"absent": 0}, "bailing_moe": {"absent": 0}, "kolibri1": {"absent": 0},
 }
 
 
@@ -204,18 +202,20 @@ def grouped(k: Keys) -> Architecture:
     """DeepSeek's layout of experts (first layers dense, shared beside routed) on grouped-query attention."""
     name = k.text("model_type")
     letters, absent, qk_norm, selection, gate, norms = GROUPED[name]
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = letters if letters and k.flag("attention_bias", absent=absent) else ""
     if name.startswith("bailing"):
         bias = "qkv" * k.flag("use_qkv_bias", absent=False) + "o" * k.flag("use_bias", absent=False)
+    if selection == "flag":
+        selection = "buffer" if k.flag("moe_router_enable_expert_bias", absent=False) else ""
     if qk_norm == "flag":
         qk_norm = "head" if k.flag("use_qk_norm", absent=name in ("bailing_moe_v2", "sarvam_moe")) else ""
-    sparse = first_dense(k, n, **({"absent": 0} if name in ("solar_open", "bailing_moe") else {}))
+    sparse = first_dense(k, n, **ALWAYS_SPARSE.get(name, {}))
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("n_routed_experts", "num_experts", "num_local_experts"),
               k.integer("num_experts_per_tok", "num_experts_per_token", "top_k"),
-              shared=0 if name == "mimo_v2_flash" else _shared(k, expert, sparse), selection=selection,
+              shared=0 if name in WITHOUT_SHARED else shared_width(k, expert, sparse), selection=selection,
               where="config.num_experts_per_tok") if any(sparse) else []
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     per_layer = k.each("num_attention_heads_per_layer", layers=n, absent=heads) if name == "laguna" else [heads] * n
@@ -225,6 +225,7 @@ def grouped(k: Keys) -> Architecture:
             mixed = _mimo(k, d, i, n, bias, window)
         else:
             mixed = gqa(d, per_layer[i], kv, width, bias=bias, qk_norm=qk_norm, gate=gate, window=window)
+            mixed[0].extend([Weight("attention", (heads,), "filter")] * (name == "beam"))  # bias of the gate
         layers.append(block("sparse" if sparse[i] else "dense", mixed, ffn if sparse[i] else plain,
                             norm(d, copies=norms)))
     mtp: tuple[Layer, ...] = ()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .families import block, decoder, family, first_dense
-from .families_moe import _sizes
+from .families import block, decoder, family, first_dense, width_and_depth
 from .ffns import dense, moe
-from .mixers import gqa
+from .mixers import gqa, hyper
 from .reader import Keys
 from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
@@ -19,7 +18,7 @@ def deepseek_v4(k: Keys) -> Architecture:
     Hyper-connections count with the sublayer they surround. Layers with hash routing have no selection bias; their
     token table is no parameter.
     """
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     if k.has("layer_types"):
         kinds = k.words("layer_types", layers=n, among=COMPRESSED.values())
     else:
@@ -37,17 +36,13 @@ def deepseek_v4(k: Keys) -> Architecture:
     layers = []
     for i, kind in enumerate(kinds):
         found, mixer = _v4_attention(k, d, kind)
-        found += _hyper(maps, streams * d, 3, "attention")
+        found += hyper(maps, streams * d, 3, "attention")
         ffn = moe(*sizes, shared=shared, selection="" if i < hashed else "buffer", where="config.num_experts_per_tok")
-        ffn += _hyper(maps, streams * d, 3, "dense")
+        ffn += hyper(maps, streams * d, 3, "dense")
         layers.append(block("sparse", (found, mixer), ffn, norm(d, copies=2)))
     if k.data.get("num_nextn_predict_layers"):
         k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, "deepseek_v4", d, layers, tied=False, extra=tuple(_hyper(streams, streams * d, 1, "other")))
-
-
-def _hyper(rows: int, columns: int, scales: int, part: str) -> list[Weight]:
-    return [*matrix(part, rows, columns), Weight(part, (rows,), "filter"), Weight(part, (scales,), "filter")]
+    return decoder(k, "deepseek_v4", d, layers, tied=False, extra=tuple(hyper(streams, streams * d, 1, "other")))
 
 
 def _compressor(d: int, rate: int, width: int, cached: int) -> list[Weight]:
@@ -73,54 +68,26 @@ def _v4_attention(k: Keys, d: int, kind: str) -> tuple[list[Weight], Mixer]:
     return found, Mixer(heads, width, width, window, width)
 
 
-@family("t5", "switch_transformers", "mt5", "umt5")
-def t5(k: Keys) -> Architecture:
-    """T5 and Switch Transformers: encoder and decoder with relative positions, FFNs without biases."""
-    name = k.text("model_type")
-    d, heads, width, hidden = k.integer("d_model"), k.integer("num_heads"), k.integer("d_kv"), k.integer("d_ff")
-    encoders = k.integer("num_layers")
-    decoders = k.integer("num_decoder_layers", absent=encoders)
-    gated = k.text("feed_forward_proj", absent="relu").startswith("gated")
-    buckets = k.integer("relative_attention_num_buckets")
-    layers = []
-    for stack, n in (("encoder", encoders), ("decoder", decoders)):
-        every = 0
-        if name == "switch_transformers":
-            count = k.integer(f"num_sparse_{stack}_layers", minimum=0)
-            every = n // count if count else 0
-        for i in range(n):
-            found, mixer = gqa(d, heads, heads, width)
-            times = 2 if stack == "decoder" else 1
-            found = found * times
-            if i == 0 or name == "umt5":
-                found = [*found, Weight("attention", (buckets, heads), "filter")]
-            sparse = bool(every) and (i % every == 1 or every == 1)
-            ffn = (moe(d, hidden, k.integer("num_experts"), 1, gated=False, where="config.num_experts",
-                       router_bias=k.flag("router_bias", absent=False)) if sparse
-                   else dense(d, hidden, gated=gated))
-            weights = tuple(found + ffn + norm(d, copies=1 + times))
-            layers.append(Layer("sparse" if sparse else "dense", weights, (mixer,) * times))
-    return decoder(k, name, d, layers, tied=True, extra=tuple(norm(d)))
-
-
-@family("nllb_moe", "nllb-moe")
-def nllb(k: Keys) -> Architecture:
-    """NLLB-MoE: encoder and decoder, top-2 experts in every few layers, biases everywhere."""
-    d = k.integer("d_model")
-    layers = []
-    for stack in ("encoder", "decoder"):
-        n, heads = k.integer(f"{stack}_layers"), k.integer(f"{stack}_attention_heads")
-        hidden, every = k.integer(f"{stack}_ffn_dim"), k.integer(f"{stack}_sparse_step", minimum=0)
-        for i in range(n):
-            found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
-            times = 2 if stack == "decoder" else 1
-            sparse = bool(every) and (i + 1) % every == 0
-            ffn = (moe(d, hidden, k.integer("num_experts"), 2, gated=False, bias=True, where="config.num_experts",
-                       router_bias=k.flag("router_bias", absent=False)) if sparse
-                   else dense(d, hidden, gated=False, bias=True))
-            layers.append(Layer("sparse" if sparse else "dense",
-                                tuple(found * times + ffn + norm(d, True, 1 + times)), (mixer,) * times))
-    return decoder(k, "nllb_moe", d, layers, tied=True, norm_bias=True, extra=tuple(norm(d, True)))
+@family("zaya")
+def zaya(k: Keys) -> Architecture:
+    """ZAYA: convolutions over queries and keys, a router of its own depth with one expert that computes nothing."""
+    d, n = width_and_depth(k)
+    heads, kv, width = k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim")
+    found, mixer = gqa(d, heads, kv, width, bias="qkv" if k.flag("attention_bias", absent=False) else "")
+    rows, taps = (heads + kv) * width, (k.integer("cca_time0"), k.integer("cca_time1"))
+    found += [Weight("attention", (rows, 1, taps[0]), "filter"), Weight("attention", (rows, width, taps[1]), "filter"),
+              *[Weight("attention", (rows,), "filter")] * 2, Weight("attention", (kv,), "filter")]
+    experts, inner = k.integer("num_experts"), k.integer("router_hidden_size")
+    chosen = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"), idle=1,
+                 where="config.num_experts_per_tok")
+    chosen = [w for w in chosen if w.part != "router"] + matrix("router", inner, d, True) + norm(inner)
+    chosen += matrix("router", inner, inner, True) * 2 + matrix("router", experts + 1, inner)
+    chosen.append(Weight("router", (experts + 1,), "buffer"))
+    around = norm(d, copies=2) + [Weight("other", (d,), "filter")] * 8
+    carried = [Weight("router", (inner,), "filter")]
+    layers = [block("sparse", (found, mixer), chosen + carried * (i > 0), around) for i in range(n)]
+    return decoder(k, "zaya", d, layers, tied=True, head_bias=k.flag("lm_head_bias", absent=False),
+                   extra=(Weight("other", (d,), "filter"),) * 2)
 
 
 @family("paper", "grok-1", "arctic")
@@ -137,7 +104,7 @@ def paper(k: Keys) -> Architecture:
         k.data = {"norms_per_layer": 4, "tie_word_embeddings": True, **_renamed(k)}
     elif k.data.get("model_type") == "arctic":
         k.data = {"residual_intermediate": k.data.get("hidden_size"), "norms_per_layer": 3, **_renamed(k)}
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim")
     bias, gated = k.flag("bias", absent=False), k.flag("gated", absent=True)
     norm_bias = k.flag("norm_bias", absent=False)

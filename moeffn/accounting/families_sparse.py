@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .families import block, decoder, family, first_dense, heads_of, predictor
-from .families_moe import _shared, _sizes, tower
+from .families import block, decoder, family, first_dense, heads_of, predictor, shared_width, tower, width_and_depth
+from .families_moe import grouped
 from .ffns import dense, moe
 from .mixers import gqa, indexer, mla
 from .reader import Keys
@@ -23,13 +23,23 @@ LATENT = {
 }
 
 
+def indexed(k: Keys, layers: int) -> list[bool]:
+    """Which layers have an index of their own; the others look at the tokens that an earlier one picked."""
+    if not k.has("indexer_types"):
+        return [True] * layers
+    return [word == "full" for word in k.words("indexer_types", layers=layers, among=("full", "shared"))]
+
+
 @family(*LATENT, "kimi_k25")
 def latent(k: Keys) -> Architecture:
     """DeepSeek's layout of experts on multi-head latent attention, with or without a sparse-attention index."""
     k = tower(k)
     name = k.text("model_type")
+    if k.data.get("use_mla") is False:  # DeepSeek-VL2 Tiny: the layout of experts without the latent attention
+        k.data = {**k.data, "model_type": "deepseek"}
+        return grouped(k)
     selection, has_mtp, after = LATENT.get(name, LATENT["deepseek_v3"])
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads = k.integer("num_attention_heads")
     if k.data.get("q_lora_rank", 0) is None:
         rank = 0
@@ -40,18 +50,18 @@ def latent(k: Keys) -> Architecture:
     found, mixer = mla(d, heads, rank, k.integer("kv_lora_rank"), k.integer("qk_nope_head_dim"),
                        k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
                        bias=k.flag("attention_bias", absent=False))
-    if name in ("deepseek_v32", "glm_moe_dsa"):
-        found += indexer(d, rank, k.integer("index_n_heads"), k.integer("index_head_dim"))
+    look = (indexer(d, rank, k.integer("index_n_heads"), k.integer("index_head_dim"))
+            if name in ("deepseek_v32", "glm_moe_dsa") else [])
     no_experts = "n_routed_experts" in k.data and k.data["n_routed_experts"] is None  # said, not left out
     sparse = [False] * n if no_experts else first_dense(k, n)
     ffn = []
     if any(sparse):
         expert = k.integer("moe_intermediate_size")
         ffn = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"),
-                  shared=_shared(k, expert, sparse), selection=selection, where="config.num_experts_per_tok")
+                  shared=shared_width(k, expert, sparse), selection=selection, where="config.num_experts_per_tok")
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
-    layers = [block("sparse" if on else "dense", (found, mixer), ffn if on else plain,
-                    norm(d, copies=2 + (after and on))) for on in sparse]
+    layers = [block("sparse" if on else "dense", (found + look * own, mixer), ffn if on else plain,
+                    norm(d, copies=2 + (after and on))) for own, on in zip(indexed(k, n), sparse, strict=True)]
     mtp: tuple[Layer, ...] = ()
     if has_mtp and sparse[-1]:
         mtp = (predictor(d, layers[-1]),) * k.integer("num_nextn_predict_layers", absent=0, minimum=0)
@@ -62,7 +72,7 @@ def latent(k: Keys) -> Architecture:
 def minimax_m3(k: Keys) -> Architecture:
     """MiniMax-M3: block-sparse attention with an index in some layers; the experts' width is `intermediate_size`."""
     k = tower(k)
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     index = k.inside("sparse_attention_config") if k.has("sparse_attention_config") else k
     if k.has("layer_types"):
@@ -90,7 +100,7 @@ def minimax_m3(k: Keys) -> Architecture:
 def step(k: Keys) -> Architecture:
     """Step-3.5: a gate for each head, more heads in window layers; lists may run on over the prediction layers."""
     k = tower(k)
-    d, n = _sizes(k)
+    d, n = width_and_depth(k)
     heads, width = k.integer("num_attention_heads"), k.integer("head_dim")
     kv = k.integer("num_key_value_heads", "num_attention_groups")
     extra = k.integer("num_nextn_predict_layers", absent=0, minimum=0)

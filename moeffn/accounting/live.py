@@ -19,24 +19,24 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 # In this order: the first that matches the dotted name decides.
 RULES = (
     ("vision", r"vision|visual|multi_modal_projector|audio_tower"),
-    ("head", r"(^|\.)(lm_head|embed_out|output_projection)\.|^output\.(weight|bias)$"),
+    ("head", r"(^|\.)(lm_head|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$"),
     ("shared_gate", r"shared_expert_gate"),
     ("norm", r"norm|(^|\.)ln_?\w*\."),
-    ("embedding", r"embed|(^|\.)(wte|wpe|shared)\.weight$"),
-    ("shared", r"(^|\.)shared(_\w+)?\."),
-    ("router", r"(^|\.)(router|wg)\.|(^|\.)gate\.(weight|bias|wg|e_score\w*|moe_statics)|expert_bias|e_score_corr"),
+    ("embedding", r"(?<!un)embed|(^|\.)(wte|wpe|shared)\.weight$"),
+    ("shared", r"(^|\.)shared(_(expert|mlp)\w*)?\."),
+    ("router", r"(^|\.)(router|wg)\.|(^|\.)gate\.|expert_bias|e_score_corr"),
     ("attention", r"attn|attention|mamba|conv|(^|\.)mixer\.(in_proj|out_proj|x_proj|[qkvo]_proj|A_log|D$|dt_)"),
     ("dense", r"mlp|ffn|feed_forward|(^|\.)(fc\d|wi|wo|intermediate|output)\.|DenseReluDense|mixer\.(up|down)_proj"),
 )
 
 
 def _part(name: str, routed: bool) -> str:
-    for part, pattern in RULES[:3]:
+    for part, pattern in RULES[:4]:
         if re.search(pattern, name, re.IGNORECASE):
             return part
     if routed:
         return "routed"
-    return next((part for part, pattern in RULES[3:] if re.search(pattern, name, re.IGNORECASE)), "other")
+    return next((part for part, pattern in RULES[4:] if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def _ancestors(name: str, modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -67,6 +67,11 @@ def indexer(d: int, q_rank: int, heads: int, width: int) -> list[Weight]:
     return matrix(PART, heads * width, q_rank) + keys + matrix(PART, heads, d)
 
 
+def hyper(rows: int, columns: int, scales: int, part: str) -> list[Weight]:
+    """The maps of hyper-connections between residual streams: one matrix, an offset for each row, some scales."""
+    return [*matrix(part, rows, columns), Weight(part, (rows,), "filter"), Weight(part, (scales,), "filter")]
+
+
 def gated_delta(d: int, key_heads: int, value_heads: int, key: int, value: int, conv: int) -> Mixed:
     """Gated DeltaNet as in Qwen3-Next: q, k, v, z, b and a projections, a convolution over q, k and v."""
     qkv = 2 * key_heads * key + value_heads * value

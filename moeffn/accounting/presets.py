@@ -14,7 +14,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Preset:
     """A model's config and where it comes from. convention: a name of `VENDORS`, that of the published figures.
-    published: the vendor's total and active figure, rounded as the vendor prints them (None where none is known)."""
+    published: the vendor's total and active figure, rounded as the vendor prints them (None where none is known).
+    also: names of other releases with the same sizes."""
 
     name: str
     config: dict[str, Any]
@@ -22,6 +23,7 @@ class Preset:
     convention: str
     published_total: float | None
     published_active: float | None
+    also: tuple[str, ...] = ()
 
 
 def _plain(name: str) -> str:
@@ -38,7 +40,9 @@ def presets() -> dict[str, Preset]:
 def find_preset(name: str) -> Preset:
     """The preset of a name; case, punctuation and a closing version do not matter. ValueError names close ones."""
     known = presets()
-    wanted = {_plain(re.sub(r"-v[\d.]+$", "", key)): key for key in known} | {_plain(key): key for key in known}
+    wanted = {_plain(re.sub(r"-v[\d.]+$", "", key)): key for key in known}
+    wanted |= {_plain(other): key for key, preset in known.items() for other in preset.also}
+    wanted |= {_plain(key): key for key in known}
     if _plain(name) in wanted:
         return known[wanted[_plain(name)]]
     if "/" in name and _plain(name.rsplit("/", 1)[1]) in wanted:

@@ -110,13 +110,21 @@ class Keys:
         _, value = self._find((name,), REQUIRED)
         return Keys(value, f"{self.where}.{name}", self)
 
+    def layer(self, index: int) -> Keys:
+        """This level with what `per_layer_config` says of one layer (its keys are numbers, "3" or "03")."""
+        given = self.data.get("per_layer_config") or {}
+        own = next((given[key] for key in (str(index), f"{index:02d}") if key in given), None)
+        return self if own is None else Keys({**self.data, **own}, f"{self.where}.per_layer_config.{index}", self)
+
     def tied(self, absent: bool) -> bool:
-        """`tie_word_embeddings`, of this level or of the one above."""
+        """`tie_word_embeddings`, of the outermost level that says it (a wrapper ties, not the model inside)."""
         level: Keys | None = self
+        said = None
         while level is not None:
-            if level.has("tie_word_embeddings"):
-                return level.flag("tie_word_embeddings")
+            said = level if level.has("tie_word_embeddings") else said
             level = level.outer
+        if said is not None:
+            return said.flag("tie_word_embeddings")
         self.assumed["tie_word_embeddings"] = absent
         return absent
 

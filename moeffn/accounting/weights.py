@@ -9,7 +9,7 @@ Letters: D model width, F expert width, E experts, K experts a token uses, H que
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
@@ -25,9 +25,10 @@ PARTS = (
     "norm",
     "head",
     "vision",
+    "vision_ffn",
     "other",
 )
-FFN_PARTS = ("router", "routed", "shared", "shared_gate", "dense")
+FFN_PARTS = ("router", "routed", "shared", "shared_gate", "dense", "vision_ffn")
 KINDS = ("matrix", "bias", "norm", "table", "filter", "buffer")
 
 
@@ -40,6 +41,8 @@ class Weight:
     selection bias of an auxiliary-loss-free router).
     idle: experts of the same router that compute nothing (LongCat's identity experts). They take places of the
     top-k, so the copies a token uses vary between max(0, used - idle) and min(used, copies).
+    passes: how many times a token goes through it (blocks that several layers share, loops): counts once as a
+    weight, `passes` times in FLOPs.
     """
 
     part: str
@@ -48,6 +51,7 @@ class Weight:
     copies: int = 1
     used: int | None = None
     idle: int = 0
+    passes: int = 1
 
     @property
     def size(self) -> int:
@@ -93,6 +97,11 @@ class Layer:
     weights: tuple[Weight, ...]
     mixers: tuple[Mixer, ...] = ()
 
+    def repeated(self, passes: int, more: list[Weight]) -> Layer:
+        """This layer passed several times by each token, with `more` weights."""
+        weights = tuple(replace(w, passes=passes) for w in (*self.weights, *more))
+        return Layer(self.kind, weights, self.mixers * passes)
+
     @property
     def routed(self) -> tuple[Weight, ...]:
         return tuple(w for w in self.weights if w.part == "routed")
@@ -125,7 +134,6 @@ class Architecture:
     duplicates: int = 0
     assumed: tuple[tuple[str, object], ...] = ()
     excluded: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
 
     def weights(self, mtp: bool = False) -> Iterable[Weight]:
         yield from self.outer

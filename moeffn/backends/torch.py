@@ -34,7 +34,7 @@ class TorchBackend:
         N, width = plan.num_slots, experts.w_in.shape[1]
         h = x.new_empty((N, width)) if save else None
         rows_out = x.new_empty((N, D))
-        for group in grouped(active_experts(plan), _CACHED // width):
+        for group in grouped(active_experts(plan), _GROUP_ROWS):
             first, end = group[0][1], group[-1][2]
             slots = plan.slot_of_row[first:end]
             rows = x.index_select(0, slots // (N // T))
@@ -137,7 +137,7 @@ def _as(weight: Tensor, like: Tensor) -> Tensor:
 
 
 _TINY = 8  # rows up to which the calls cost more than the copies of sharing one activation among experts
-_CACHED = 2**20  # numbers in one group's pre-activations
+_GROUP_ROWS = 128  # of the experts that share one
 # bf16, 1536x2048 weights, 2 threads: W·xᵀ takes 0.54x the time of x·Wᵀ at 64 rows, 0.74x at 256, 1.07x at 1024;
 # with a transposing copy of the result 0.65x, 0.90x, 1.5x
 _FEW_ROWS, _FEW_ROWS_COPIED = 256, 64
@@ -173,13 +173,15 @@ def _few_rows(rows: Tensor, group: list[tuple[int, int, int]], experts: ExpertWe
     """The experts of one group on their rows (R, D) -> out (R, D), and the pre-activations to `hidden` when given.
 
     Products are weight · rowsᵀ into columns of one transposed buffer, which is turned once: turning each expert's few
-    rows costs 5 to 15% of its product.
+    rows costs 5 to 15% of its product. The buffer has one of few widths, as oneDNN compiles a kernel for every new
+    stride; its columns from R on hold anything.
     """
-    first, act = group[0][1], experts.activation
+    first, act, R = group[0][1], experts.activation, rows.shape[0]
+    width = -(-R // 32) * 32
 
     def products(columns: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
-        """columns (i, R), weights (E, o, i), biases (E, o) -> (o, R)."""
-        result = columns.new_empty((weights.shape[1], columns.shape[1]))
+        """columns (i, R | width), weights (E, o, i), biases (E, o) -> (o, width)."""
+        result = columns.new_empty((weights.shape[1], width))
         for e, a, b in group:
             weight, mine = _as(weights[e], columns), slice(a - first, b - first)
             if b - a == 1:
@@ -192,9 +194,9 @@ def _few_rows(rows: Tensor, group: list[tuple[int, int, int]], experts: ExpertWe
 
     pre = products(rows.t(), experts.w_in, experts.b_in).t()
     if hidden is not None:
-        hidden.copy_(pre)
+        hidden.copy_(pre[:R])
     y = products(activate(*halves(pre, act, experts.layout), act).t(), experts.w_out, experts.b_out)
-    out.copy_(y.t())
+    out.copy_(y[:, :R].t())
 
 
 class _Outputs:

@@ -22,6 +22,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch
 
@@ -36,13 +38,15 @@ class Report:
     """What one kernel costs on one target.
 
     registers: per thread (gfx9: VGPRs, accumulation registers included); spills: loads and stores of local memory
-    (gfx9: spilled VGPRs); shared_bytes: per program; matrix_unit: the instructions that multiply matrices, "" for none.
+    (gfx9: spilled VGPRs); shared_bytes: per program; matrix_unit: the instructions that multiply matrices, "" for none;
+    bulk_copies: instructions that copy a tile through a descriptor (TMA).
     """
 
     registers: int
     spills: int
     shared_bytes: int
     matrix_unit: str
+    bulk_copies: int
 
 
 def source(launch: Launch) -> ASTSource:
@@ -58,6 +62,8 @@ def source(launch: Launch) -> ASTSource:
         elif isinstance(value, torch.Tensor):
             signature[param.name] = "*" + _TYPES[value.dtype]
             attributes[i,] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[param.name] = mangle_type(value)
         else:
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not param.do_not_specialize:
@@ -77,13 +83,14 @@ def report(compiled: Any, family: str) -> Report:
     if family == "gfx9":
         text = compiled.asm["amdgcn"]
         spills = _field(text, r"\.vgpr_spill_count:\s+(\d+)")
-        return Report(_field(text, r"\.vgpr_count:\s+(\d+)"), spills, shared, _matrix_unit(text))
+        return Report(_field(text, r"\.vgpr_count:\s+(\d+)"), spills, shared, _matrix_unit(text), 0)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, sass = _cuobjdump("--dump-resource-usage", file.name), _cuobjdump("-sass", file.name)
     spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
-    return Report(_field(usage, r"REG:(\d+)"), spills, shared, _matrix_unit(sass))
+    return Report(_field(usage, r"REG:(\d+)"), spills, shared, _matrix_unit(sass),
+                  compiled.asm["ptx"].count("cp.async.bulk.tensor"))
 
 
 def narrow_products(ttir: str) -> list[str]:

@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import gated_slopes, unary_slope
-from .forward import blocks, load, locate, place
+from .forward import blocks, locate, place, spread
 from .launch import cdiv, launch, next_power_of_2
 from .metadata import Schedule
+from .operands import load, matrices, matrix_at, matrix_next, matrix_tile
 from .tiles import TileConfig
 
 
@@ -45,32 +46,27 @@ def _piece(da, n, row64, live, s, h, dh, act, F, GATED: tl.constexpr, INTERLEAVE
     return tl.sum(tl.where(keep, da * a, 0.0), 1)
 
 
-@triton.jit(do_not_specialize=["capacity", "N"])
-def _dh(dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F, stride_yt, stride_yd,
-        stride_we, stride_wn, stride_wk, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-        SCALE: tl.constexpr, PIECES: tl.constexpr, ACT: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-        EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
-    """dh, act = s·A and the partial sums dots (column tiles, N) of dA'·A; act and dots may be None."""
-    tiles_n = tl.cdiv(F, BLOCK_N)
-    count = tl.load(tiles)
-    pid = tl.program_id(0)
-    if pid >= count * tiles_n:
-        return
-    e, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
+@triton.jit
+def _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F,
+             stride_yt, stride_yd, stride_we, stride_wn, stride_wk, TOP_K: tl.constexpr, GATED: tl.constexpr,
+             INTERLEAVED: tl.constexpr, SCALE: tl.constexpr, PIECES: tl.constexpr, ACT: tl.constexpr,
+             READ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+             GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Tile pid of `_dh`."""
+    e, _, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
     slot = tl.load(slot_of_row + row, mask=live, other=0)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     y_at = dy + (slot // TOP_K).to(tl.int64)[:, None] * stride_yt + k.to(tl.int64)[None, :] * stride_yd
-    w_at = w + e * stride_we + n.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
+    w_at = matrix_at(w, e, n, k, stride_we, stride_wn, stride_wk, READ)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(0, D, BLOCK_K):
         rest = D - k0
         yk = load(y_at, live, k < rest, True, EVEN_K)
-        wk = load(w_at, k < rest, n < F, EVEN_K, EVEN_N)
+        wk = matrix_tile(w, w_at, pid_n, k0, rest, F, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
         acc = tl.dot(yk, wk, acc, input_precision=PRECISION)
         y_at += tl.cast(stride_yd, tl.int64) * BLOCK_K
-        w_at += tl.cast(stride_wk, tl.int64) * BLOCK_K
+        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
     s = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALE:
         s = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)
@@ -95,6 +91,27 @@ def _dh(dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity,
             total += _piece(a3, first + 3 * part, row64, live, s, h, dh, act, F, GATED, INTERLEAVED, ACT)
     if dots is not None:
         tl.store(dots + pid_n.to(tl.int64) * N + row, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["capacity", "N"])
+def _dh(dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F, stride_yt, stride_yd,
+        stride_we, stride_wn, stride_wk, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+        SCALE: tl.constexpr, PIECES: tl.constexpr, ACT: tl.constexpr, READ: tl.constexpr, PERSISTENT: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+        EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """dh, act = s·A and the partial sums dots (column tiles, N) of dA'·A; act and dots may be None."""
+    tiles_n = tl.cdiv(F, BLOCK_N)
+    count = tl.load(tiles)
+    pid = tl.program_id(0)
+    if PERSISTENT:
+        for i in tl.range(pid, count * tiles_n, tl.num_programs(0), flatten=True):
+            _dh_tile(i, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D,
+                     F, stride_yt, stride_yd, stride_we, stride_wn, stride_wk, TOP_K, GATED, INTERLEAVED, SCALE, PIECES,
+                     ACT, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
+    elif pid < count * tiles_n:
+        _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F,
+                 stride_yt, stride_yd, stride_we, stride_wn, stride_wk, TOP_K, GATED, INTERLEAVED, SCALE, PIECES, ACT,
+                 READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
 
 
 @triton.jit
@@ -213,12 +230,13 @@ def hidden_grad(dy: Tensor, w_out: Tensor, h: Tensor, slot_of_row: Tensor, offse
     act = h.new_empty((N, F)) if want_act else None
     tiles_n = cdiv(F, config.block_n)
     dots = torch.empty((tiles_n, N), dtype=torch.float32, device=h.device) if want_dots else None
-    launch(_dh, (tiles.capacity * tiles_n,), num_warps=config.num_warps, num_stages=config.num_stages, dy=dy, w=w_out,
-           h=h, dh=dh, act=act, dots=dots, weights=scale, slot_of_row=slot_of_row, offsets=offsets, tiles=tiles.tiles,
-           capacity=tiles.capacity, N=N, D=D, F=F, stride_yt=dy.stride(0), stride_yd=dy.stride(1),
-           stride_we=w_out.stride(0), stride_wn=w_out.stride(2), stride_wk=w_out.stride(1), TOP_K=top_k,
-           GATED=h.shape[1] != F, INTERLEAVED=interleaved, SCALE=scale is not None, PIECES=config.pieces,
-           ACT=activation, **blocks(config, F, D), PRECISION=precision)
+    read, (given,) = matrices([w_out.transpose(1, 2)], config.block_n, config.block_k, config.tma)
+    launch(_dh, **spread(config, tiles.capacity * tiles_n, h.device), dy=dy, w=given, h=h, dh=dh, act=act, dots=dots,
+           weights=scale, slot_of_row=slot_of_row, offsets=offsets, tiles=tiles.tiles, capacity=tiles.capacity, N=N,
+           D=D, F=F, stride_yt=dy.stride(0), stride_yd=dy.stride(1), stride_we=w_out.stride(0),
+           stride_wn=w_out.stride(2), stride_wk=w_out.stride(1), TOP_K=top_k, GATED=h.shape[1] != F,
+           INTERLEAVED=interleaved, SCALE=scale is not None, PIECES=config.pieces, ACT=activation, READ=read,
+           **blocks(config, F, D), PRECISION=precision)
     return dh, act, dots
 
 

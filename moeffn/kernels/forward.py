@@ -1,6 +1,7 @@
 """Forward: the up-projection with its activation, and the product of packed rows with the experts' matrices.
 
-Every kernel works on the row tiles of a `Schedule`; programs beyond the device's number of tiles return at once.
+A program works on one tile of a `Schedule`, or none, when the grid
+is the host's bound on tiles; on several, a grid apart, when the grid is as many as a device holds (persistent).
 Offsets that multiply a stride are 64-bit throughout.
 """
 
@@ -14,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import gated, unary
-from .launch import cdiv, launch
+from .launch import cdiv, launch, multiprocessors
 from .metadata import Schedule
+from .operands import descriptor, load, matrices, matrix_at, matrix_next, matrix_tile
 from .tiles import TileConfig
 
 
@@ -31,24 +33,12 @@ def place(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
-    """Program pid of a schedule: its expert, its rows (BLOCK_M,), which of them are the expert's, its column tile."""
+    """Tile pid of a schedule: its expert, first row, rows (BLOCK_M,), which of them are the expert's, column tile."""
     tile, pid_n = place(pid, count, tiles_n, GROUP_M)
     e = tl.load(tiles + 1 + tile).to(tl.int64)
-    row = tl.load(tiles + 1 + capacity + tile) + tl.arange(0, BLOCK_M)
-    return e, row, row < tl.load(offsets + e + 1), pid_n
-
-
-@triton.jit
-def load(at, rows, columns, FULL_ROWS: tl.constexpr, FULL_COLUMNS: tl.constexpr):
-    """A tile, zero where a mask is false; masks known to be full cost nothing."""
-    if FULL_ROWS and FULL_COLUMNS:
-        return tl.load(at)
-    elif FULL_ROWS:
-        return tl.load(at, mask=columns[None, :], other=0.0)
-    elif FULL_COLUMNS:
-        return tl.load(at, mask=rows[:, None], other=0.0)
-    else:
-        return tl.load(at, mask=rows[:, None] & columns[None, :], other=0.0)
+    first = tl.load(tiles + 1 + capacity + tile)
+    row = first + tl.arange(0, BLOCK_M)
+    return e, first, row, row < tl.load(offsets + e + 1), pid_n
 
 
 @triton.jit
@@ -80,38 +70,36 @@ def _up_piece(g, u, n, row64, live, scale, b_at, stride_bn, h, a, F, GATED: tl.c
     tl.store(a + row64[:, None] * F + n[None, :], act.to(a.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def _up(x, w, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F, stride_xt, stride_xd, stride_we,
-        stride_wn, stride_wk, stride_be, stride_bn, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-        SCALE: tl.constexpr, ACT: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-        PRECISION: tl.constexpr):
-    """h = x[token] · w_inᵀ (· weight) + bias, a = act(h); h is None in inference. Gate and up are summed together."""
-    tiles_n = tl.cdiv(F, BLOCK_N)
-    count = tl.load(tiles)
-    pid = tl.program_id(0)
-    if pid >= count * tiles_n:
-        return
-    e, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
+@triton.jit
+def _up_tile(pid, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F,
+             stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be, stride_bn, TOP_K: tl.constexpr,
+             GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr,
+             PIECES: tl.constexpr, READ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+             PRECISION: tl.constexpr):
+    """Tile pid of `_up`."""
+    e, _, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
     slot = tl.load(slot_of_row + row, mask=live, other=0)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    gate_row = n * 2 if INTERLEAVED else n
     x_at = x + (slot // TOP_K).to(tl.int64)[:, None] * stride_xt + k.to(tl.int64)[None, :] * stride_xd
-    w_at = w + e * stride_we + gate_row.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
-    to_up = tl.cast(stride_wn, tl.int64) * (1 if INTERLEAVED else F)
+    w_at = matrix_at(w, e, n, k, stride_we, stride_wn, stride_wk, READ)
+    u_at = w_at
+    if GATED:
+        u_at = matrix_at(w_up, e, n, k, stride_we, stride_wn, stride_wk, READ)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_u = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(0, D, BLOCK_K):
         rest = D - k0
         xk = load(x_at, live, k < rest, True, EVEN_K)
-        wk = load(w_at, k < rest, n < F, EVEN_K, EVEN_N)
+        wk = matrix_tile(w, w_at, pid_n, k0, rest, F, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
         acc = tl.dot(xk, wk, acc, input_precision=PRECISION)
         if GATED:
-            uk = load(w_at + to_up, k < rest, n < F, EVEN_K, EVEN_N)
+            uk = matrix_tile(w_up, u_at, pid_n, k0, rest, F, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
             acc_u = tl.dot(xk, uk, acc_u, input_precision=PRECISION)
+            u_at = matrix_next(u_at, stride_wk, READ, BLOCK_K)
         x_at += tl.cast(stride_xd, tl.int64) * BLOCK_K
-        w_at += tl.cast(stride_wk, tl.int64) * BLOCK_K
+        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
     scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALE:
         scale = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)
@@ -126,38 +114,81 @@ def _up(x, w, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F, 
         g0, g1 = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, part)), (0, 2, 1)))
         u0, u1 = tl.split(tl.permute(tl.reshape(acc_u, (BLOCK_M, 2, part)), (0, 2, 1)))
         _up_piece(g0, u0, first, row64, live, scale, b_at, stride_bn, h, a, F, GATED, INTERLEAVED, SCALE, ACT)
-        _up_piece(g1, u1, first + part, row64, live, scale, b_at, stride_bn, h, a, F, GATED, INTERLEAVED, SCALE, ACT)
+        first += part
+        _up_piece(g1, u1, first, row64, live, scale, b_at, stride_bn, h, a, F, GATED, INTERLEAVED, SCALE, ACT)
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _rows(a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn, stride_wk, stride_be,
-          stride_bn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-          EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
-    """out (N, WIDTH) = a (N, INNER) · w[expert] (WIDTH, INNER by strides)ᵀ + bias, rows packed on both sides."""
-    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
+def _up(x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F, stride_xt, stride_xd, stride_we,
+        stride_wn, stride_wk, stride_be, stride_bn, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+        SCALE: tl.constexpr, ACT: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, PERSISTENT: tl.constexpr,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+        EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """h = x[token] · w_inᵀ (· weight) + bias, a = act(h); h is None in inference. Gate and up are summed together."""
+    tiles_n = tl.cdiv(F, BLOCK_N)
     count = tl.load(tiles)
     pid = tl.program_id(0)
-    if pid >= count * tiles_n:
-        return
-    e, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
+    if PERSISTENT:
+        for i in tl.range(pid, count * tiles_n, tl.num_programs(0), flatten=True):
+            _up_tile(i, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F,
+                     stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be, stride_bn, TOP_K, GATED,
+                     INTERLEAVED, SCALE, ACT, PIECES, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K,
+                     PRECISION)
+    elif pid < count * tiles_n:
+        _up_tile(pid, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F,
+                 stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be, stride_bn, TOP_K, GATED, INTERLEAVED,
+                 SCALE, ACT, PIECES, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
+
+
+@triton.jit
+def _rows_tile(pid, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn,
+               stride_wk, stride_be, stride_bn, READ_A: tl.constexpr, READ: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr,
+               EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Tile pid of `_rows`."""
+    e, first, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
     row64 = row.to(tl.int64)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    a_at = a + row64[:, None] * INNER + k[None, :]
-    w_at = w + e * stride_we + n.to(tl.int64)[None, :] * stride_wn + k.to(tl.int64)[:, None] * stride_wk
+    a_at = first if READ_A == "rows" else a + row64[:, None] * INNER + k[None, :]
+    w_at = matrix_at(w, e, n, k, stride_we, stride_wn, stride_wk, READ)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in range(0, INNER, BLOCK_K):
         rest = INNER - k0
-        ak = load(a_at, live, k < rest, False, EVEN_K)
-        wk = load(w_at, k < rest, n < WIDTH, EVEN_K, EVEN_N)
+        ak = a.load([a_at, k0]) if READ_A == "rows" else load(a_at, live, k < rest, False, EVEN_K)
+        wk = matrix_tile(w, w_at, pid_n, k0, rest, WIDTH, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
         acc = tl.dot(ak, wk, acc, input_precision=PRECISION)
-        a_at += BLOCK_K
-        w_at += tl.cast(stride_wk, tl.int64) * BLOCK_K
+        if READ_A == "pointers":
+            a_at += BLOCK_K
+        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
     if bias is not None:
         b_at = bias + e * stride_be + n.to(tl.int64) * stride_bn
         acc += tl.load(b_at, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
     keep = live[:, None] & (n < WIDTH)[None, :]
     tl.store(out + row64[:, None] * WIDTH + n[None, :], acc.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _rows(a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn, stride_wk, stride_be,
+          stride_bn, READ_A: tl.constexpr, READ: tl.constexpr, PERSISTENT: tl.constexpr, BLOCK_M: tl.constexpr,
+          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr,
+          EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """out (N, WIDTH) = a (N, INNER) · w[expert] (WIDTH, INNER by strides)ᵀ + bias, rows packed on both sides.
+
+    Read in bulk, a tile of `a` may end in rows of the next expert: their products are not stored.
+    """
+    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
+    count = tl.load(tiles)
+    pid = tl.program_id(0)
+    if PERSISTENT:
+        for i in tl.range(pid, count * tiles_n, tl.num_programs(0), flatten=True):
+            _rows_tile(i, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we,
+                       stride_wn, stride_wk, stride_be, stride_bn, READ_A, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                       EVEN_N, EVEN_K, PRECISION)
+    elif pid < count * tiles_n:
+        _rows_tile(pid, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn,
+                   stride_wk, stride_be, stride_bn, READ_A, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K,
+                   PRECISION)
 
 
 @triton.jit
@@ -174,6 +205,13 @@ def _combine(rows, row_of_slot, weights, out, D, K: tl.constexpr, WEIGHTED: tl.c
             part *= tl.where(row >= 0, tl.load(weights + t * K + k).to(tl.float32), 0.0)
         acc += part
     tl.store(out + t * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+
+
+def spread(config: TileConfig, bound: int, device: torch.device) -> dict[str, Any]:
+    """How at most `bound` tiles are launched: a program each, or so many a multiprocessor when persistent."""
+    programs = min(bound, config.persistent * multiprocessors(device)) if config.persistent else bound
+    return {"grid": (programs,), "num_warps": config.num_warps, "num_stages": config.num_stages,
+            "PERSISTENT": config.persistent > 0}
 
 
 def blocks(config: TileConfig, columns: int, inner: int) -> dict[str, Any]:
@@ -193,12 +231,15 @@ def up(x: Tensor, w_in: Tensor, b_in: Tensor | None, slot_of_row: Tensor, offset
     N, width, D, F = slot_of_row.numel(), w_in.shape[1], x.shape[1], d_expert
     a = x.new_empty((N, F))
     h = x.new_empty((N, width)) if save else None
-    launch(_up, (tiles.capacity * cdiv(F, config.block_n),), num_warps=config.num_warps, num_stages=config.num_stages,
-           x=x, w=w_in, bias=b_in, h=h, a=a, weights=scale, slot_of_row=slot_of_row, offsets=offsets, tiles=tiles.tiles,
-           capacity=tiles.capacity, D=D, F=F, stride_xt=x.stride(0), stride_xd=x.stride(1), stride_we=w_in.stride(0),
-           stride_wn=w_in.stride(1), stride_wk=w_in.stride(2), stride_be=0 if b_in is None else b_in.stride(0),
-           stride_bn=0 if b_in is None else b_in.stride(1), TOP_K=top_k, GATED=width != F, INTERLEAVED=interleaved,
-           SCALE=scale is not None, PIECES=config.pieces, ACT=activation, **blocks(config, F, D), PRECISION=precision)
+    halves = [w_in] if width == F else [w_in[:, i::2] if interleaved else w_in[:, i * F : (i + 1) * F] for i in (0, 1)]
+    read, (gate, *more) = matrices(halves, config.block_n, config.block_k, config.tma)
+    launch(_up, **spread(config, tiles.capacity * cdiv(F, config.block_n), x.device), x=x, w=gate,
+           w_up=more[0] if more else None, bias=b_in, h=h, a=a, weights=scale, slot_of_row=slot_of_row,
+           offsets=offsets, tiles=tiles.tiles, capacity=tiles.capacity, D=D, F=F, stride_xt=x.stride(0),
+           stride_xd=x.stride(1), stride_we=w_in.stride(0), stride_wn=halves[0].stride(1), stride_wk=w_in.stride(2),
+           stride_be=0 if b_in is None else b_in.stride(0), stride_bn=0 if b_in is None else b_in.stride(1),
+           TOP_K=top_k, GATED=width != F, INTERLEAVED=interleaved, SCALE=scale is not None, PIECES=config.pieces,
+           ACT=activation, READ=read, **blocks(config, F, D), PRECISION=precision)
     return a, h
 
 
@@ -208,11 +249,14 @@ def rows_matmul(a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tile
     N, inner = a.shape
     width = w.shape[1]
     out = a.new_empty((N, width))
-    launch(_rows, (tiles.capacity * cdiv(width, config.block_n),), num_warps=config.num_warps,
-           num_stages=config.num_stages, a=a, w=w, bias=bias, out=out, offsets=offsets, tiles=tiles.tiles,
+    read, (given,) = matrices([w], config.block_n, config.block_k, config.tma)
+    packed = descriptor(a, (config.block_m, config.block_k)) if config.tma else None
+    launch(_rows, **spread(config, tiles.capacity * cdiv(width, config.block_n), a.device),
+           a=a if packed is None else packed, w=given, bias=bias, out=out, offsets=offsets, tiles=tiles.tiles,
            capacity=tiles.capacity, WIDTH=width, INNER=inner, stride_we=w.stride(0), stride_wn=w.stride(1),
            stride_wk=w.stride(2), stride_be=0 if bias is None else bias.stride(0),
-           stride_bn=0 if bias is None else bias.stride(1), **blocks(config, width, inner), PRECISION=precision)
+           stride_bn=0 if bias is None else bias.stride(1), READ_A="pointers" if packed is None else "rows",
+           READ=read, **blocks(config, width, inner), PRECISION=precision)
     return out
 
 

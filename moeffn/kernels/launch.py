@@ -7,6 +7,7 @@ GPU would be given; `moeffn.kernels.aot` compiles those without a device.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages
             kernel[grid](**args, **options)
     else:
         kernel[grid](**args, **options)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; what is not a GPU counts as an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def interpreting() -> bool:

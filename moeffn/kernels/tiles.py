@@ -36,7 +36,9 @@ class TileConfig:
     """A tile M by N by K (for dw: rows and columns of the gradient, slots a step), its warps and pipeline stages.
 
     group_m: row tiles that share a column tile before the next one starts (L2 reuse); pieces: column pieces into which
-    the dH epilogue is cut, so that it does not spill.
+    the up and dH epilogues are cut, so that they do not spill; tma: weights and packed rows are read in bulk through
+    descriptors where their layout allows; persistent: programs for each multiprocessor, each taking tile after tile,
+    0 for one program a tile.
     """
 
     block_m: int
@@ -46,18 +48,23 @@ class TileConfig:
     num_stages: int
     group_m: int = 8
     pieces: int = 1
+    tma: bool = False
+    persistent: int = 0
 
     def __str__(self) -> str:
         return (f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
-                f" g{self.group_m} p{self.pieces}")
+                f" g{self.group_m} p{self.pieces}{' tma' if self.tma else ''}"
+                f"{f' persistent {self.persistent}' if self.persistent else ''}")
 
 
 def shared_memory(config: TileConfig, problem: Problem) -> int:
     """Bytes of shared memory of the software pipeline: num_stages steps of both operands (one fewer on gfx9, where the
-    step in flight is held in registers). Compared with the compiler's figures in tests/data/triton_static.csv."""
+    step in flight is held in registers), and the staged output when the next tile's loads overlap it (persistent).
+    Compared with the compiler's figures in tests/data/triton_static.csv."""
     halves = 2 if problem.kernel == "up" and problem.gated else 1
     step = (config.block_m + halves * config.block_n) * config.block_k * problem.itemsize
-    return step * (config.num_stages - 1 if problem.family == "gfx9" else config.num_stages)
+    staged = config.block_m * config.block_n // config.pieces * problem.itemsize if config.persistent else 0
+    return step * (config.num_stages - 1 if problem.family == "gfx9" else config.num_stages) + staged
 
 
 def why_illegal(config: TileConfig, problem: Problem) -> str | None:
@@ -74,6 +81,10 @@ def why_illegal(config: TileConfig, problem: Problem) -> str | None:
         return f"num_warps = {config.num_warps} is more than a program may have"
     if not 1 <= config.num_stages <= 8:
         return f"num_stages = {config.num_stages} is not in 1..8"
+    if config.tma and problem.family not in ("sm90", "sm100"):
+        return f"tma: {problem.family} has no bulk copies"
+    if config.persistent < 0:
+        return f"persistent = {config.persistent} is negative"
     need, have = shared_memory(config, problem), SHARED_MEMORY[problem.family]
     return None if need <= have else f"needs {need} bytes of shared memory of {have}"
 
@@ -86,14 +97,14 @@ def bucket(rows_per_expert: int) -> Literal["small", "medium", "large"]:
 _T = TileConfig
 # Registers and spills of every line: tests/data/triton_static.csv. No line was timed on a device yet.
 _WIDE = {
-    ("up", "large"): _T(128, 128, 64, 8, 3, pieces=2),
-    ("up", "medium"): _T(64, 64, 64, 4, 4),
+    ("up", "large"): _T(128, 128, 64, 8, 3, pieces=2, tma=True),
+    ("up", "medium"): _T(64, 64, 64, 4, 4, tma=True),
     ("up", "small"): _T(16, 64, 128, 4, 4),
-    ("down", "large"): _T(128, 256, 64, 8, 3),
-    ("down", "medium"): _T(64, 128, 64, 4, 4),
+    ("down", "large"): _T(128, 256, 64, 8, 3, tma=True),
+    ("down", "medium"): _T(64, 128, 64, 4, 4, tma=True),
     ("down", "small"): _T(16, 64, 128, 4, 4),
-    ("dh", "large"): _T(128, 128, 64, 8, 3, pieces=4),
-    ("dh", "medium"): _T(64, 128, 64, 4, 3, pieces=4),
+    ("dh", "large"): _T(128, 128, 64, 8, 3, pieces=4, tma=True),
+    ("dh", "medium"): _T(64, 128, 64, 4, 3, pieces=4, tma=True),
     ("dh", "small"): _T(16, 64, 128, 4, 4),
     ("dw", "large"): _T(128, 256, 64, 8, 3),
     ("dw", "medium"): _T(128, 128, 32, 8, 4),

@@ -1,0 +1,123 @@
+"""Families published with code beside the checkpoint, which transformers does not build: from that code's structure.
+
+Compared with published totals in the tests, since there is no live model to compare with.
+"""
+
+from __future__ import annotations
+
+from .families import block, decoder, family, heads_of, width_and_depth
+from .families_dense import plain
+from .ffns import dense, moe
+from .mixers import gqa
+from .reader import Keys
+from .weights import Architecture, Mixer, matrix, norm
+
+
+@family("chatglm")
+def chatglm(k: Keys) -> Architecture:
+    """ChatGLM 2 and 3, GLM-4-9B."""
+    d, n = width_and_depth(k)
+    heads, width = k.integer("num_attention_heads"), k.integer("kv_channels")
+    kv = k.integer("multi_query_group_num") if k.flag("multi_query_attention") else heads
+    bias = k.flag("add_bias_linear", absent=False)
+    letters = "qkv" * (bias or k.flag("add_qkv_bias")) + "o" * bias
+    norms = norm(d, not k.flag("rmsnorm", absent=True), 2)
+    ffn = dense(d, k.integer("ffn_hidden_size"), bias=bias)
+    layers = [block("dense", gqa(d, heads, kv, width, bias=letters), ffn, norms)] * n
+    return decoder(k, "chatglm", d, layers, tied=False)
+
+
+@family("qwen")
+def qwen1(k: Keys) -> Architecture:
+    """The first Qwen: `intermediate_size` is that of both halves of the gated FFN together."""
+    d, n = width_and_depth(k)
+    heads, width = k.integer("num_attention_heads"), k.integer("kv_channels")
+    without = k.flag("no_bias")
+    ffn = dense(d, k.integer("intermediate_size") // 2, bias=not without)
+    mixed = gqa(d, heads, heads, width, bias="qkv" if without else "qkvo")
+    return decoder(k, "qwen", d, [block("dense", mixed, ffn, norm(d, copies=2))] * n, tied=False)
+
+
+@family("minicpm")
+def minicpm(k: Keys) -> Architecture:
+    """MiniCPM, and its mixture of experts."""
+    if not k.has("num_experts"):
+        return plain(k)
+    d, n = width_and_depth(k)
+    ffn = moe(d, k.integer("intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
+              where="config.num_experts_per_tok")
+    layer = block("sparse", gqa(d, *heads_of(k, d)), ffn, norm(d, copies=2))
+    return decoder(k, "minicpm", d, [layer] * n, tied=True)
+
+
+@family("nemotron-nas", "deci")
+def nemotron_nas(k: Keys) -> Architecture:
+    """Llama-Nemotron after architecture search: `block_configs` say what is left of each layer."""
+    d, n = width_and_depth(k)
+    heads = k.integer("num_attention_heads")
+    width = k.integer("head_dim") if k.has("head_dim") else k.divide("head_dim", d, heads)
+    configs = k.data.get("block_configs")
+    if not isinstance(configs, list) or len(configs) != n:
+        raise ValueError(f"config.block_configs: expected a list of {n} layers, got {type(configs).__name__}")
+    bias, ffn_bias = k.flag("attention_bias", absent=False), k.flag("mlp_bias", absent=False)
+    layers = []
+    for i, config in enumerate(configs):
+        entry = Keys(config, f"config.block_configs[{i}]", k)
+        attention, ffn = entry.inside("attention"), entry.inside("ffn")
+        found, mixer, hidden, norms = [], Mixer(), [], norm(d, copies=2)
+        if attention.flag("no_op", absent=False):
+            norms = norms[1:]
+        elif attention.flag("replace_with_linear", absent=False):
+            found = matrix("attention", d, d, bias)
+        else:
+            kv = attention.divide("n_heads_in_group", heads, attention.integer("n_heads_in_group"))
+            found, mixer = gqa(d, heads, kv, width, bias="qkvo" if bias else "")
+        if ffn.flag("no_op", absent=False):
+            norms = norms[1:]
+        elif ffn.flag("replace_with_linear", absent=False):
+            hidden = matrix("dense", d, d, ffn_bias)
+        else:
+            times = ffn.data.get("ffn_mult")
+            if not isinstance(times, int | float):
+                raise ValueError(f"{ffn.where}.ffn_mult: expected a number, got {times!r}")
+            hidden = dense(d, -(-int(2 * times * d / 3) // 256) * 256, bias=ffn_bias)
+        layers.append(block("dense", (found, mixer), hidden, norms))
+    return decoder(k, "nemotron-nas", d, layers, tied=False)
+
+
+@family("grok-2", "git")
+def grok2(k: Keys) -> Architecture:
+    """Grok-2: experts beside a dense FFN in every layer. Its published config names another model's `model_type`."""
+    if not k.has("residual_moe"):
+        raise ValueError("config.model_type: no weight table for 'git' without `residual_moe`, which tells Grok-2")
+    d, n = width_and_depth(k)
+    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
+              where="config.num_experts_per_tok")
+    if k.flag("residual_moe"):
+        ffn = ffn + dense(d, k.integer("intermediate_size"))
+    mixed = gqa(d, k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim"))
+    return decoder(k, "grok-2", d, [block("sparse", mixed, ffn, norm(d, copies=4))] * n, tied=False)
+
+
+@family("step3_text", "step3_vl")
+def step3(k: Keys) -> Architecture:
+    """Step-3: one key and value of full width for all heads, low-rank queries (arXiv 2507.19427)."""
+    if k.has("text_config"):
+        k.excluded.append("vision_config")
+        k = k.inside("text_config")
+    d, n = width_and_depth(k)
+    heads, width, rank = k.integer("num_attention_heads"), k.integer("head_dim"), k.integer("share_q_dim")
+    kv = k.integer("num_attention_groups")
+    found = matrix("attention", rank, d) + norm(rank) + matrix("attention", heads * width, rank)
+    found += matrix("attention", kv * width, d) * 2 + matrix("attention", d, heads * width)
+    mixed = found, Mixer(heads, width, width, None, 2 * kv * width)
+    chosen = k.data.get("moe_layers_enum")
+    if not chosen:
+        raise ValueError(f"{k.where}.moe_layers_enum is missing: it is never filled from a default")
+    sparse = {int(i) for i in (chosen.split(",") if isinstance(chosen, str) else chosen)}
+    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("moe_num_experts"), k.integer("moe_top_k"),
+              shared=k.integer("share_expert_dim", minimum=0), where="config.moe_top_k")
+    plain_ffn = dense(d, k.integer("intermediate_size"))
+    layers = [block("sparse" if i in sparse else "dense", mixed, ffn if i in sparse else plain_ffn, norm(d, copies=2))
+              for i in range(n)]
+    return decoder(k, "step3", d, layers, tied=False)
