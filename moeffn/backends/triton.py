@@ -7,6 +7,7 @@ slow, for tests only, and only when asked for by name.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..config import Activation, Layout, RouterConfig
 from ..kernels import backward as bwd
-from ..kernels import decode, metadata, router
+from ..kernels import decode, metadata, router, tuned
 from ..kernels import forward as fwd
 from ..kernels.launch import cdiv, interpreting
 from ..kernels.tiles import Family, Kernel, Problem, TileConfig, pick_tiles
@@ -27,12 +28,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonBackend:
-    """`pick` chooses every tile; tests hand in their own to reach tile edges with small tensors."""
+    """`pick` chooses every tile: by default the tiles measured on this device where MOEFFN_TILES names a file that
+    `moeffn tune` wrote, else the shipped ones. Tests hand in their own to reach tile edges with small tensors."""
 
     name = "triton"
 
-    def __init__(self, pick: Callable[[Problem], TileConfig] = pick_tiles, family: Family | None = None) -> None:
-        self.pick = pick
+    def __init__(self, pick: Callable[[Problem], TileConfig] | None = None, family: Family | None = None) -> None:
+        path = os.environ.get(tuned.VARIABLE) if pick is None else None
+        self.pick = pick or (tuned.load(path, device_name()).pick if path else pick_tiles)
         self.family = family
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -141,6 +144,7 @@ class _Run:
         self.top_k = max(1, plan.num_slots // max(1, rows.shape[0]))
         self.rows_per_expert = cdiv(plan.num_slots, experts.num_experts)
         self.gated = experts.activation.gated
+        self.widths = experts.w_out.shape[1:]
         self.family = backend.family or device_family(rows.device)
         flat = weights.reshape(-1).contiguous()
         self.input_scale = flat if apply_to == "input" else None
@@ -152,8 +156,8 @@ class _Run:
         self._schedules: dict[int, metadata.Schedule] = {}
 
     def tile(self, kernel: Kernel) -> TileConfig:
-        return self.backend.pick(
-            Problem(kernel, self.rows_per_expert, self.dtype.itemsize, self.gated, self.family))
+        return self.backend.pick(Problem(kernel, self.rows_per_expert, self.dtype.itemsize, self.gated, self.family,
+                                         *self.widths))
 
     def schedule(self, tile: TileConfig) -> metadata.Schedule:
         if tile.block_m not in self._schedules:
@@ -185,6 +189,11 @@ def _rule(c: RouterConfig) -> tuple[Any, ...]:
     add, floor = (c.renorm_eps, 0.0) if c.renorm_eps_mode == "add" else (0.0, c.renorm_eps)
     return (c.score, c.order, c.num_groups, c.topk_groups, c.group_reduce, c.group_fill, c.renormalize, float(add),
             max(router.NORM_FLOOR, float(floor)), float(c.scale), float(c.logit_scale))
+
+
+def device_name() -> str:
+    """By which files of measured tiles know a device: the current GPU's name, "cpu" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 @functools.cache

@@ -49,17 +49,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages
     """Run `kernel` on the device of its first tensor. A grid with a zero is no launch: drivers refuse it."""
     if 0 in grid:
         return
+    made = Launch(kernel, grid, args, num_warps, num_stages)
     if _recording is not None:
-        _recording.append(Launch(kernel, grid, args, num_warps, num_stages))
-        return
+        _recording.append(made)
+    else:
+        run(made)
+
+
+def run(made: Launch) -> None:
+    """Run a launch, recorded or not."""
     # fused multiply-adds are asked for by name: their default changes between triton versions
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    device = next(a.device for a in args.values() if isinstance(a, torch.Tensor))
+    options = {"num_warps": made.num_warps, "num_stages": made.num_stages, "enable_fp_fusion": True}
+    device = next(a.device for a in made.args.values() if isinstance(a, torch.Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](**args, **options)
+            made.kernel[made.grid](**made.args, **options)
     else:
-        kernel[grid](**args, **options)
+        made.kernel[made.grid](**made.args, **options)
 
 
 @functools.cache

@@ -21,7 +21,8 @@ class Problem:
     """What a kernel is asked to do, as far as its tile depends on it.
 
     rows_per_expert: N / E rounded up, of the host-side bound N; itemsize: bytes of an element of x;
-    gated: the up-projection keeps two accumulators and the dH epilogue two halves.
+    gated: the up-projection keeps two accumulators and the dH epilogue two halves; d_model, d_expert: by which tiles
+    that were measured are found (`kernels.tuned`), the shipped ones are for all widths.
     """
 
     kernel: Kernel
@@ -29,6 +30,8 @@ class Problem:
     itemsize: int
     gated: bool
     family: Family
+    d_model: int = 0
+    d_expert: int = 0
 
 
 @dataclass(frozen=True)
