@@ -1,4 +1,7 @@
-"""Weights and packed rows read through descriptors, by persistent programs: the same answers, and when it happens."""
+"""Weights and packed rows read through descriptors, by persistent programs, and products computed transposed: the same
+answers, and when it happens."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -111,3 +114,22 @@ def test_shared_weights_of_all_experts_are_read_through_pointers():
     got = problem.run(backend="triton", grads=False)["y"]
     torch.testing.assert_close(got, problem.run(backend="torch", grads=False)["y"], rtol=1e-5, atol=1e-5)
     assert backends.get("triton").pick is not bulk_tiles
+
+
+def swapped_tiles(problem):
+    return dataclasses.replace(tiny_tiles(problem), swap=problem.kernel != "dw")
+
+
+def swapped_bulk_tiles(problem):
+    return dataclasses.replace(bulk_tiles(problem), swap=problem.kernel != "dw")
+
+
+@pytest.mark.parametrize("pick", [swapped_tiles, swapped_bulk_tiles])
+@pytest.mark.parametrize("dtype, options", [
+    (torch.float32, {"activation": ACTIVATIONS["swiglu_oai"], "layout": Layout.INTERLEAVED, "bias": True}),
+    (torch.float32, {"apply_to": "input", "activation": ACTIVATIONS["relu2"], "D": 33}), (torch.float16, {})])
+def test_transposed_products(pick, dtype, options):
+    """Forward and every gradient with the matrices on the left of each product; edges in every dimension."""
+    with tiles(pick), sanitized() as seen:
+        assert_within_budget(make(**{"T": 19, "E": 4, "D": 24, "F": 40, **options}), dtype, backend="triton")
+    assert seen["lanes"]

@@ -40,23 +40,11 @@ def test_nothing_spills(rows):
 
 @pytest.mark.parametrize("family, unit", [("sm80", "mma"), ("sm90", "wgmma"), ("sm100", "tcgen05"), ("gfx9", "mfma")])
 def test_products_use_the_matrix_unit(rows, family, unit):
-    """Tiles of 16 rows are below the 64 that wgmma and tcgen05 need: mma there."""
+    """Few rows per expert too: 64 columns of the matrices take the place of the 64 rows that wgmma and tcgen05 need."""
     products = [r for r in rows if r["family"] == family and r["kernel"] in ("up", "rows", "dh", "dw")]
     assert len(products) >= 12
     for row in products:
-        small = row["tile"].startswith("16x") and family in ("sm90", "sm100")
-        assert row["matrix_unit"] == ("mma" if small else unit), row
-
-
-def test_weights_are_copied_in_bulk_where_there_is_hardware_for_it(rows):
-    """One copy a stage and operand at least; pointers elsewhere, and nothing in bulk there."""
-    bulk = [r for r in rows if r["reads"].startswith("tma")]
-    assert {(r["family"], r["kernel"], r["persistent"]) for r in bulk} == {
-        (f, k, p) for f in ("sm90", "sm100") for k in ("up", "rows", "dh") for p in ("", "yes")}
-    for row in rows:
-        operands = {"up": 2, "rows": 2, "dh": 1}.get(row["kernel"], 0) if row in bulk else 0
-        copies, stages = int(row["bulk_copies"]), int(row["stages"])
-        assert copies >= operands * stages if operands else copies == 0, row
+        assert row["matrix_unit"] == unit, row
 
 
 @pytest.mark.parametrize("kernel, programs", [("up", 1), ("rows", 1), ("dh", 1), ("dw", 1)])

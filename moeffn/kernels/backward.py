@@ -22,7 +22,7 @@ from .activation import gated_slopes, unary_slope
 from .forward import blocks, locate, place, spread
 from .launch import cdiv, launch, next_power_of_2
 from .metadata import Schedule
-from .operands import load, matrices, matrix_at, matrix_next, matrix_tile
+from .operands import load, matrices, matrix_at, product
 from .tiles import TileConfig
 
 
@@ -50,8 +50,9 @@ def _piece(da, n, row64, live, s, h, dh, act, F, GATED: tl.constexpr, INTERLEAVE
 def _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F,
              stride_yt, stride_yd, stride_we, stride_wn, stride_wk, TOP_K: tl.constexpr, GATED: tl.constexpr,
              INTERLEAVED: tl.constexpr, SCALE: tl.constexpr, PIECES: tl.constexpr, ACT: tl.constexpr,
-             READ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+             READ: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+             PRECISION: tl.constexpr):
     """Tile pid of `_dh`."""
     e, _, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
     slot = tl.load(slot_of_row + row, mask=live, other=0)
@@ -59,14 +60,8 @@ def _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row,
     k = tl.arange(0, BLOCK_K)
     y_at = dy + (slot // TOP_K).to(tl.int64)[:, None] * stride_yt + k.to(tl.int64)[None, :] * stride_yd
     w_at = matrix_at(w, e, n, k, stride_we, stride_wn, stride_wk, READ)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in range(0, D, BLOCK_K):
-        rest = D - k0
-        yk = load(y_at, live, k < rest, True, EVEN_K)
-        wk = matrix_tile(w, w_at, pid_n, k0, rest, F, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
-        acc = tl.dot(yk, wk, acc, input_precision=PRECISION)
-        y_at += tl.cast(stride_yd, tl.int64) * BLOCK_K
-        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
+    acc, _ = product(dy, y_at, stride_yd, live, w, w_at, None, w_at, stride_wk, pid_n, F, D, "pointers", READ, True,
+                     SWAP, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION)
     s = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALE:
         s = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)
@@ -96,9 +91,9 @@ def _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row,
 @triton.jit(do_not_specialize=["capacity", "N"])
 def _dh(dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F, stride_yt, stride_yd,
         stride_we, stride_wn, stride_wk, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-        SCALE: tl.constexpr, PIECES: tl.constexpr, ACT: tl.constexpr, READ: tl.constexpr, PERSISTENT: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-        EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+        SCALE: tl.constexpr, PIECES: tl.constexpr, ACT: tl.constexpr, READ: tl.constexpr, SWAP: tl.constexpr,
+        PERSISTENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
     """dh, act = s·A and the partial sums dots (column tiles, N) of dA'·A; act and dots may be None."""
     tiles_n = tl.cdiv(F, BLOCK_N)
     count = tl.load(tiles)
@@ -107,11 +102,11 @@ def _dh(dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity,
         for i in tl.range(pid, count * tiles_n, tl.num_programs(0), flatten=True):
             _dh_tile(i, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D,
                      F, stride_yt, stride_yd, stride_we, stride_wn, stride_wk, TOP_K, GATED, INTERLEAVED, SCALE, PIECES,
-                     ACT, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
+                     ACT, READ, SWAP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
     elif pid < count * tiles_n:
         _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row, offsets, tiles, capacity, N, D, F,
                  stride_yt, stride_yd, stride_we, stride_wn, stride_wk, TOP_K, GATED, INTERLEAVED, SCALE, PIECES, ACT,
-                 READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
+                 READ, SWAP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
 
 
 @triton.jit
@@ -246,7 +241,7 @@ def outer_sum(left: Tensor, right: Tensor, out: Tensor, slot_of_row: Tensor, off
     read at each row's token; the other is (N, ·) in row order. `scale` (T·K,) multiplies each row's product."""
     E, M, width = out.shape
     size = blocks(config, width, 1)
-    del size["EVEN_K"]
+    del size["EVEN_K"], size["SWAP"]
     launch(_dw, (E * cdiv(M, config.block_m) * cdiv(width, config.block_n),), num_warps=config.num_warps,
            num_stages=config.num_stages, left=left, right=right, out=out, weights=scale, slot_of_row=slot_of_row,
            offsets=offsets, M=M, WIDTH=width, stride_lr=left.stride(0), stride_lm=left.stride(1),

@@ -17,7 +17,7 @@ from torch import Tensor
 from .activation import gated, unary
 from .launch import cdiv, launch, multiprocessors
 from .metadata import Schedule
-from .operands import descriptor, load, matrices, matrix_at, matrix_next, matrix_tile
+from .operands import descriptor, matrices, matrix_at, product
 from .tiles import TileConfig
 
 
@@ -74,7 +74,7 @@ def _up_piece(g, u, n, row64, live, scale, b_at, stride_bn, h, a, F, GATED: tl.c
 def _up_tile(pid, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F,
              stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be, stride_bn, TOP_K: tl.constexpr,
              GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr,
-             PIECES: tl.constexpr, READ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             PIECES: tl.constexpr, READ: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
              PRECISION: tl.constexpr):
     """Tile pid of `_up`."""
@@ -87,19 +87,8 @@ def _up_tile(pid, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, 
     u_at = w_at
     if GATED:
         u_at = matrix_at(w_up, e, n, k, stride_we, stride_wn, stride_wk, READ)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc_u = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in range(0, D, BLOCK_K):
-        rest = D - k0
-        xk = load(x_at, live, k < rest, True, EVEN_K)
-        wk = matrix_tile(w, w_at, pid_n, k0, rest, F, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
-        acc = tl.dot(xk, wk, acc, input_precision=PRECISION)
-        if GATED:
-            uk = matrix_tile(w_up, u_at, pid_n, k0, rest, F, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
-            acc_u = tl.dot(xk, uk, acc_u, input_precision=PRECISION)
-            u_at = matrix_next(u_at, stride_wk, READ, BLOCK_K)
-        x_at += tl.cast(stride_xd, tl.int64) * BLOCK_K
-        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
+    acc, acc_u = product(x, x_at, stride_xd, live, w, w_at, w_up, u_at, stride_wk, pid_n, F, D, "pointers", READ, True,
+                         SWAP, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION)
     scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALE:
         scale = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)
@@ -121,9 +110,9 @@ def _up_tile(pid, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, 
 @triton.jit(do_not_specialize=["capacity"])
 def _up(x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F, stride_xt, stride_xd, stride_we,
         stride_wn, stride_wk, stride_be, stride_bn, TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-        SCALE: tl.constexpr, ACT: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, PERSISTENT: tl.constexpr,
-        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-        EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+        SCALE: tl.constexpr, ACT: tl.constexpr, PIECES: tl.constexpr, READ: tl.constexpr, SWAP: tl.constexpr,
+        PERSISTENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+        GROUP_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
     """h = x[token] · w_inᵀ (· weight) + bias, a = act(h); h is None in inference. Gate and up are summed together."""
     tiles_n = tl.cdiv(F, BLOCK_N)
     count = tl.load(tiles)
@@ -132,19 +121,19 @@ def _up(x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, 
         for i in tl.range(pid, count * tiles_n, tl.num_programs(0), flatten=True):
             _up_tile(i, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F,
                      stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be, stride_bn, TOP_K, GATED,
-                     INTERLEAVED, SCALE, ACT, PIECES, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K,
+                     INTERLEAVED, SCALE, ACT, PIECES, READ, SWAP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K,
                      PRECISION)
     elif pid < count * tiles_n:
         _up_tile(pid, count, tiles_n, x, w, w_up, bias, h, a, weights, slot_of_row, offsets, tiles, capacity, D, F,
                  stride_xt, stride_xd, stride_we, stride_wn, stride_wk, stride_be, stride_bn, TOP_K, GATED, INTERLEAVED,
-                 SCALE, ACT, PIECES, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
+                 SCALE, ACT, PIECES, READ, SWAP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K, PRECISION)
 
 
 @triton.jit
 def _rows_tile(pid, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn,
-               stride_wk, stride_be, stride_bn, READ_A: tl.constexpr, READ: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr,
-               EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+               stride_wk, stride_be, stride_bn, READ_A: tl.constexpr, READ: tl.constexpr, SWAP: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+               EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
     """Tile pid of `_rows`."""
     e, first, row, live, pid_n = locate(pid, count, tiles_n, tiles, capacity, offsets, BLOCK_M, GROUP_M)
     row64 = row.to(tl.int64)
@@ -152,15 +141,8 @@ def _rows_tile(pid, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, W
     k = tl.arange(0, BLOCK_K)
     a_at = first if READ_A == "rows" else a + row64[:, None] * INNER + k[None, :]
     w_at = matrix_at(w, e, n, k, stride_we, stride_wn, stride_wk, READ)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k0 in range(0, INNER, BLOCK_K):
-        rest = INNER - k0
-        ak = a.load([a_at, k0]) if READ_A == "rows" else load(a_at, live, k < rest, False, EVEN_K)
-        wk = matrix_tile(w, w_at, pid_n, k0, rest, WIDTH, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
-        acc = tl.dot(ak, wk, acc, input_precision=PRECISION)
-        if READ_A == "pointers":
-            a_at += BLOCK_K
-        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
+    acc, _ = product(a, a_at, 1, live, w, w_at, None, w_at, stride_wk, pid_n, WIDTH, INNER, READ_A, READ, False, SWAP,
+                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION)
     if bias is not None:
         b_at = bias + e * stride_be + n.to(tl.int64) * stride_bn
         acc += tl.load(b_at, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
@@ -170,9 +152,9 @@ def _rows_tile(pid, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, W
 
 @triton.jit(do_not_specialize=["capacity"])
 def _rows(a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn, stride_wk, stride_be,
-          stride_bn, READ_A: tl.constexpr, READ: tl.constexpr, PERSISTENT: tl.constexpr, BLOCK_M: tl.constexpr,
-          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_N: tl.constexpr,
-          EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+          stride_bn, READ_A: tl.constexpr, READ: tl.constexpr, SWAP: tl.constexpr, PERSISTENT: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+          EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
     """out (N, WIDTH) = a (N, INNER) · w[expert] (WIDTH, INNER by strides)ᵀ + bias, rows packed on both sides.
 
     Read in bulk, a tile of `a` may end in rows of the next expert: their products are not stored.
@@ -182,13 +164,13 @@ def _rows(a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, st
     pid = tl.program_id(0)
     if PERSISTENT:
         for i in tl.range(pid, count * tiles_n, tl.num_programs(0), flatten=True):
-            _rows_tile(i, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we,
-                       stride_wn, stride_wk, stride_be, stride_bn, READ_A, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                       EVEN_N, EVEN_K, PRECISION)
+            _rows_tile(i, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn,
+                       stride_wk, stride_be, stride_bn, READ_A, READ, SWAP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N,
+                       EVEN_K, PRECISION)
     elif pid < count * tiles_n:
         _rows_tile(pid, count, tiles_n, a, w, bias, out, offsets, tiles, capacity, WIDTH, INNER, stride_we, stride_wn,
-                   stride_wk, stride_be, stride_bn, READ_A, READ, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N, EVEN_K,
-                   PRECISION)
+                   stride_wk, stride_be, stride_bn, READ_A, READ, SWAP, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EVEN_N,
+                   EVEN_K, PRECISION)
 
 
 @triton.jit
@@ -217,7 +199,7 @@ def spread(config: TileConfig, bound: int, device: torch.device) -> dict[str, An
 def blocks(config: TileConfig, columns: int, inner: int) -> dict[str, Any]:
     """The tile as constants of a kernel with `columns` output columns and a sum over `inner`."""
     return {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-            "EVEN_N": columns % config.block_n == 0, "EVEN_K": inner % config.block_k == 0}
+            "SWAP": config.swap, "EVEN_N": columns % config.block_n == 0, "EVEN_K": inner % config.block_k == 0}
 
 
 def up(x: Tensor, w_in: Tensor, b_in: Tensor | None, slot_of_row: Tensor, offsets: Tensor, tiles: Schedule,

@@ -1,4 +1,5 @@
-"""How a kernel reads the tiles of an operand: through pointers, or in bulk (TMA) through a descriptor made on the host.
+"""The loop over the inner dimension that the up-projection, dH and the products of packed rows share, and how it reads
+the tiles of an operand: through pointers, or in bulk (TMA) through a descriptor made on the host.
 
 A descriptor needs a last dimension of stride 1 and every other stride and the address in multiples of 16 bytes; where
 that does not hold, and on devices without TMA, the same kernel is compiled for pointers. A descriptor over all experts'
@@ -60,6 +61,47 @@ def matrix_next(at, stride_k, READ: tl.constexpr, BLOCK_K: tl.constexpr):
         return at + tl.cast(stride_k, tl.int64) * BLOCK_K
     else:
         return at
+
+
+@triton.jit
+def product(a, a_at, stride_ak, live, w, w_at, w_up, u_at, stride_wk, pid_n, N, INNER, READ_A: tl.constexpr,
+            READ: tl.constexpr, FULL_A: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows (BLOCK_M, INNER) times column tile pid_n of w, and of w_up unless it is None: two float32 tiles
+    (BLOCK_M, BLOCK_N), the second meaningless without w_up. FULL_A: rows that are not live may be read all the same.
+
+    SWAP computes the transposed product: the matrices' columns, 64 or more, then stand where the matrix units of sm_90
+    and sm_100 want at least 64 rows, and few rows per expert where they take 16 or 32.
+    """
+    k = tl.arange(0, BLOCK_K)
+    first: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    second: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    acc = tl.zeros([first, second], tl.float32)
+    acc_u = tl.zeros([first, second], tl.float32)
+    for k0 in range(0, INNER, BLOCK_K):
+        rest = INNER - k0
+        ak = a.load([a_at, k0]) if READ_A == "rows" else load(a_at, live, k < rest, FULL_A, EVEN_K)
+        wk = matrix_tile(w, w_at, pid_n, k0, rest, N, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
+        acc = _multiply(ak, wk, acc, SWAP, PRECISION)
+        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
+        if w_up is not None:
+            uk = matrix_tile(w_up, u_at, pid_n, k0, rest, N, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
+            acc_u = _multiply(ak, uk, acc_u, SWAP, PRECISION)
+            u_at = matrix_next(u_at, stride_wk, READ, BLOCK_K)
+        if READ_A == "pointers":
+            a_at += tl.cast(stride_ak, tl.int64) * BLOCK_K
+    if SWAP:
+        acc = tl.trans(acc)
+        acc_u = tl.trans(acc_u)
+    return acc, acc_u
+
+
+@triton.jit
+def _multiply(rows, matrix, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    if SWAP:
+        return tl.dot(tl.trans(matrix), tl.trans(rows), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(rows, matrix, acc, input_precision=PRECISION)
 
 
 def descriptor(t: Tensor, block: Sequence[int]) -> TensorDescriptor | None:

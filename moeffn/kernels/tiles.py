@@ -41,7 +41,7 @@ class TileConfig:
     group_m: row tiles that share a column tile before the next one starts (L2 reuse); pieces: column pieces into which
     the up and dH epilogues are cut, so that they do not spill; tma: weights and packed rows are read in bulk through
     descriptors where their layout allows; persistent: programs for each multiprocessor, each taking tile after tile,
-    0 for one program a tile.
+    0 for one program a tile; swap: the product is computed transposed, N then being its rows (up, down, dh, dx).
     """
 
     block_m: int
@@ -53,11 +53,12 @@ class TileConfig:
     pieces: int = 1
     tma: bool = False
     persistent: int = 0
+    swap: bool = False
 
     def __str__(self) -> str:
         return (f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
                 f" g{self.group_m} p{self.pieces}{' tma' if self.tma else ''}"
-                f"{f' persistent {self.persistent}' if self.persistent else ''}")
+                f"{f' persistent {self.persistent}' if self.persistent else ''}{' swap' if self.swap else ''}")
 
 
 def shared_memory(config: TileConfig, problem: Problem) -> int:
@@ -99,16 +100,20 @@ def bucket(rows_per_expert: int) -> Literal["small", "medium", "large"]:
 
 _T = TileConfig
 # Registers and spills of every line: tests/data/triton_static.csv. No line was timed on a device yet.
+# The small tiles of _WIDE are transposed products: weights go from shared memory straight to wgmma or tcgen05 (through
+# registers to mma.sync, which is all that 16 rows would get), an expert of up to 32 rows reads them once, and two
+# programs an SM keep about 150 KB on their way, where 36 KB cover 1 µs of latency at an H200's 4.8 TB/s. Splitting the
+# inner sum over programs would add nothing: 64 columns a tile make more programs than SMs wherever time matters.
 _WIDE = {
     ("up", "large"): _T(128, 128, 64, 8, 3, pieces=2, tma=True),
     ("up", "medium"): _T(64, 64, 64, 4, 4, tma=True),
-    ("up", "small"): _T(16, 64, 128, 4, 4),
+    ("up", "small"): _T(32, 64, 64, 4, 5, swap=True),
     ("down", "large"): _T(128, 256, 64, 8, 3, tma=True),
     ("down", "medium"): _T(64, 128, 64, 4, 4, tma=True),
-    ("down", "small"): _T(16, 64, 128, 4, 4),
+    ("down", "small"): _T(32, 64, 128, 4, 4, swap=True),
     ("dh", "large"): _T(128, 128, 64, 8, 3, pieces=4, tma=True),
     ("dh", "medium"): _T(64, 128, 64, 4, 3, pieces=4, tma=True),
-    ("dh", "small"): _T(16, 64, 128, 4, 4),
+    ("dh", "small"): _T(32, 64, 128, 4, 4, swap=True),
     ("dw", "large"): _T(128, 256, 64, 8, 3),
     ("dw", "medium"): _T(128, 128, 32, 8, 4),
     ("dw", "small"): _T(128, 128, 16, 8, 3),

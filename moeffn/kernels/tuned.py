@@ -100,7 +100,7 @@ def neighbours(tile: TileConfig, problem: Problem) -> list[TileConfig]:
     if problem.kernel == "up" and problem.gated:
         steps.append(("pieces", [1, 2]))
     if problem.kernel != "dw":
-        steps += [("tma", [not tile.tma]), ("persistent", [0, 1, 2])]
+        steps += [("tma", [not tile.tma]), ("persistent", [0, 1, 2]), ("swap", [not tile.swap])]
     made = (dataclasses.replace(tile, **{name: value}) for name, values in steps for value in values)
     return [c for c in dict.fromkeys(made) if c != tile and why_illegal(c, problem) is None]
 
