@@ -11,6 +11,7 @@ from .block import Block
 from .cluster import Cluster, ClusterPlan, Point, Workload, clusters, plan_cluster
 from .cost import Cost, DecodeBytes, cost, decode_bytes
 from .counting import VENDORS, Convention, Count, LayerCount, PartCount, count
+from .kernels import KernelCost, kernels
 from .memory import Memory, SavedActivations, saved_activations, training_memory
 from .presets import Preset, find_preset, presets
 from .roofline import Bound, Device, devices, measure_this_machine, measured_device, prefill, roofline
@@ -19,8 +20,9 @@ from .traffic import Traffic, distinct_groups, expert_counts, imbalance, traffic
 
 __all__ = [
     "FORMATS", "VENDORS", "Block", "Bound", "Cluster", "ClusterPlan", "Convention", "Cost", "Count", "DecodeBytes",
-    "Device", "Format", "LayerCount", "Memory", "PartCount", "Point", "Preset", "SavedActivations", "Stored",
-    "Traffic", "Workload", "block", "clusters", "cost", "count", "decode_bytes", "devices", "distinct_groups",
-    "expert_counts", "find_preset", "imbalance", "matching", "measure_this_machine", "measured_device",
-    "plan_cluster", "prefill", "presets", "roofline", "saved_activations", "stored", "traffic", "training_memory",
+    "Device", "Format", "KernelCost", "LayerCount", "Memory", "PartCount", "Point", "Preset", "SavedActivations",
+    "Stored", "Traffic", "Workload", "block", "clusters", "cost", "count", "decode_bytes", "devices",
+    "distinct_groups", "expert_counts", "find_preset", "imbalance", "kernels", "matching", "measure_this_machine",
+    "measured_device", "plan_cluster", "prefill", "presets", "roofline", "saved_activations", "stored", "traffic",
+    "training_memory",
 ]
