@@ -238,6 +238,20 @@ def test_bad_values_are_named(change, error, message):
         count({**find_preset("Mixtral-8x7B-v0.1").config, **change})
 
 
+@pytest.mark.parametrize("name", [
+    "Qwen3-30B-A3B", "DeepSeek-V3.2", "DeepSeek-V4-Flash", "gpt-oss-20b", "Llama-4-Scout", "Granite-4.0-H-Small",
+    "Nemotron-3-Nano-30B-A3B", "ERNIE-4.5-21B-A3B", "Step-3", "Gemma-4-26B-A4B(text+vision as built)", "DBRX",
+    "Grok-2"])
+def test_any_value_is_counted_or_refused_by_the_name_of_its_key(name):
+    config = find_preset(name).config
+    for key in config:
+        for value in (None, 0, -1, 2.5, "x", True, [], [1], {}, {"a": 1}, [None], ["a", "b"]):
+            try:
+                assert count({**config, key: value}).total >= 0
+            except (ValueError, TypeError) as error:
+                assert str(error).startswith("config"), (key, value, error)
+
+
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="neither a file nor a preset; close presets: Qwen3-30B-A3B"):
         count("Qwen3-30B-A3")

@@ -84,6 +84,18 @@ def test_windows_bound_attention():
     assert cost("gpt-oss-20b", context=1024, causal=False).attention == full // 2 * (1 + 8)
 
 
+def test_what_is_passed_several_times_counts_once_as_a_weight():
+    """Zamba's shared block: three layers through one block."""
+    zamba = {"model_type": "zamba", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "attention_head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 96, "n_mamba_heads": 2,
+             "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "vocab_size": 100,
+             "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"], "tie_word_embeddings": True}
+    once = {**zamba, "layers_block_type": ["mamba", "mamba", "mamba", "hybrid"]}
+    block_weights = 3 * 128 * 128 + 128 * 64 + 3 * 64 * 96
+    assert count(zamba).total == count(once).total + 2 * 64 * 64  # a projection for each, one block for all
+    assert cost(zamba).weights - cost(once).weights == 2 * 2 * (block_weights + 64 * 64)
+
+
 def test_latent_attention_uses_its_own_widths():
     assert cost("DeepSeek-V3", context=1000, causal=False).attention == 61 * 2 * 128 * (192 + 128) * 1000
 
@@ -294,3 +306,8 @@ def test_flop_counter_sees_the_experts(gated, frozen):
     assert sum(p.numel() for p in layer.parameters()) == block.total_weights(sizes)
     assert count(layer).total == block.total_weights(sizes)
     assert count(layer).active == block.active_weights(sizes)
+
+
+def test_block_formulas_are_exported():
+    assert block.saved_bytes(Block(d_model=8, d_expert=4, num_experts=2, top_k=1, gated=False), 3) == (
+        2 * (3 * 8 + 3 * 4) + 16 * 3 + 4 * 3)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from math import inf
 from typing import Any
 
 from .block import distinct_experts
@@ -93,6 +94,14 @@ class Workload:
         for name in ("compute", "bandwidth"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"workload.{name}: expected a part of 1, got {getattr(self, name)}")
+        for name, least in (("context", 0), ("chunks", 1), ("node_limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"workload.{name}: expected at least {least}, got {value}")
+        for name in ("bytes_per_weight", "expert_bytes", "cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"workload.{name}: expected more than 0, got {value}")
 
 
 @dataclass(frozen=True)
@@ -281,10 +290,14 @@ def plan_cluster(source: Any, cluster: str | Cluster, *, ranks: Sequence[int] = 
 
 def _point(m: _Model, c: Cluster, chip: Device, work: Workload, ranks: int, tokens: int,
            loads: Sequence[float] | None, replicas: int) -> Point:
+    if replicas < 0:
+        raise ValueError(f"replicas: expected at least 0, got {replicas}")
     copies = max(replicas, ranks - m.num_experts)
     local = -(-(m.num_experts + copies) // ranks)
     if loads is not None and len(loads) != m.num_experts:
         raise ValueError(f"loads: expected one for each of {m.num_experts} experts, got {len(loads)}")
+    if loads is not None and not all(0 <= load < inf for load in loads):
+        raise ValueError("loads: expected numbers that are finite and not negative")
     rho = imbalance([1.0] * m.num_experts if loads is None else loads, ranks, copies)
     step, parts = _step(m, c, chip, work, ranks, tokens, local, rho)
     exchange, error, dense, dispatch, reading, products, combine = parts

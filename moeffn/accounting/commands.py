@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -61,22 +61,30 @@ def params(
     _show(found, convention, size.nbytes, fmt)
 
 
+def _table(first: str, *others: str) -> Table:
+    """Figures to the right, below each other."""
+    table = Table(first)
+    for name in others:
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    return table
+
+
 def _show(found: Count, convention: str, nbytes: int, fmt: str) -> None:
     console = Console()
     console.print(f"[bold]{found.name}[/bold] ({found.family}), convention {convention}: "
                   f"total {found.total:,}, active {found.active:,} ({found.active / found.total:.1%})")
-    table = Table("component", "total", "active", "share of total")
+    table = _table("component", "total", "active", "share of total")
     whole = sum(p.total for p in found.parts)
     for part in found.parts:
         table.add_row(part.part, f"{part.total:,}", f"{part.active:,}", f"{part.total / whole:.1%}")
     table.add_row("FFN in all", f"{found.ffn_total:,}", f"{found.ffn_active:,}", f"{found.ffn_share:.1%}")
     console.print(table)
-    table = Table("active, by embeddings counted", "weights")
+    table = _table("active, by embeddings counted", "weights")
     for label, value in (("all", found.active_all), ("head, not the input table", found.active_head),
                          ("none", found.active_none)):
         table.add_row(label, f"{value:,}")
     console.print(table)
-    table = Table("layers", "kind", "experts", "top-k", "total each", "active each")
+    table = _table("layers", "kind", "experts", "top-k", "total each", "active each")
     for layer in found.layers:
         last = layer.index + layer.count - 1
         table.add_row(f"{layer.index}-{last}" if layer.count > 1 else str(layer.index), layer.kind,
@@ -119,11 +127,12 @@ def plan(
                              workload=work, replicas=replicas, loads=_loads(source, trace) if trace else None)
         if png is not None:
             plot(found, png)
-    except (ValueError, TypeError) as error:
+    except ModuleNotFoundError as error:
+        raise _fail(ValueError(f"png: needs matplotlib ({error})")) from None
+    except (ValueError, TypeError, OSError) as error:
         raise _fail(error) from None
     if as_json:
-        points = [{**asdict(p), "memory_gb": p.memory_gb, "tokens_per_s": p.tokens_per_s} for p in found.points]
-        typer.echo(json.dumps({"model": found.model, "cluster": found.cluster, "points": points}, indent=1))
+        typer.echo(json.dumps(_plan_data(found), indent=1))
         return
     _show_plan(found)
 
@@ -141,11 +150,27 @@ def _loads(source: str, path: Path) -> list[float]:
     return [float(n) for n in data]
 
 
+def _batches(found: ClusterPlan) -> list[int]:
+    return list(dict.fromkeys(p.tokens_per_rank for p in found.points))
+
+
+def _plan_data(found: ClusterPlan) -> dict[str, Any]:
+    """For JSON: every point, and for each batch where more ranks stop paying (None where none fits in memory)."""
+    stops = {tokens: found.stops_paying(tokens) for tokens in _batches(found)}
+    return {
+        "model": found.model, "cluster": found.cluster,
+        "points": [{**asdict(p), "memory_gb": p.memory_gb, "tokens_per_s": p.tokens_per_s} for p in found.points],
+        "stops_paying": {str(tokens): stop and {"ranks": stop.ranks, "binds": stop.binds}
+                         for tokens, stop in stops.items()},
+    }
+
+
 def _show_plan(found: ClusterPlan) -> None:
     console = Console()
     names = {"direct": "direct", "hierarchical": "2-hop", "alltoall": "a2a"}
-    table = Table("ranks", "tok", "exp", "via", "dense", "expert", "exch", "step", "tok/s", "GB", "binds",
-                  box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("ranks", "tok", "exp", "via", "dense", "expert", "exch", "step", "tok/s", "GB", "binds"):
+        table.add_column(name, justify="left" if name in ("via", "binds") else "right")
     for p in found.points:
         times = (p.dense_us, p.expert_us, p.dispatch_us + p.combine_us, p.step_us)
         table.add_row(str(p.ranks), str(p.tokens_per_rank), str(p.experts_per_rank), names.get(p.exchange, "-"),
@@ -155,13 +180,16 @@ def _show_plan(found: ClusterPlan) -> None:
     console.print("tok: tokens a rank; exp: experts of the fullest rank; times: ms a step; tok/s a GPU;\n"
                   "GB a rank, with ! where it does not fit")
     console.print(table)
-    for tokens in dict.fromkeys(p.tokens_per_rank for p in found.points):
+    largest = max(p.ranks for p in found.points)
+    for tokens in _batches(found):
         stop = found.stops_paying(tokens)
         if stop is None:
-            console.print(f"{tokens} tokens a rank: no size fits in memory")
+            where = "no size fits in memory"
+        elif stop.ranks == largest and len(found.points) > 1:
+            where = f"more ranks pay up to {largest}, the most that were tried; there {stop.binds} binds"
         else:
             where = f"nothing is gained above {stop.ranks} ranks; there {stop.binds} binds"
-            console.print(f"{tokens} tokens a rank: {where}")
+        console.print(f"{tokens} tokens a rank: {where}")
 
 
 def plot(found: ClusterPlan, path: Path) -> None:
@@ -170,7 +198,7 @@ def plot(found: ClusterPlan, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for tokens in dict.fromkeys(p.tokens_per_rank for p in found.points):
+    for tokens in _batches(found):
         line = [p for p in found.points if p.tokens_per_rank == tokens]
         drawn = axes.plot([p.ranks for p in line], [p.tokens_per_s_per_gpu for p in line],
                           label=f"{tokens} tokens a rank")[0]

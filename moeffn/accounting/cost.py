@@ -51,10 +51,10 @@ def _matrices(model: Architecture, mtp: bool) -> Iterator[Weight]:
             yield weight
 
 
-def matmul_weights(model: Architecture, *, router: bool = True, head: bool = True, mtp: bool = False) -> Fraction:
+def matmul_weights(model: Architecture, *, router: bool = True, head: bool = True, mtp: bool = False) -> int | Fraction:
     """Weights a token is multiplied by: active matrices, with the head even where it is the embedding table."""
-    found = sum((w.active() * w.passes for w in _matrices(model, mtp) if (router or w.part != "router")
-                 and w.part not in ("head", "vision")), Fraction(0))
+    found = sum(w.active() * w.passes for w in _matrices(model, mtp)
+                if (router or w.part != "router") and w.part not in ("head", "vision"))
     if head and model.has_head:
         found += sum(w.total for w in model.outer if w.part == "head" and w.kind == "matrix")
     elif head and model.tied:
@@ -135,6 +135,8 @@ def decode_bytes(source: Any, batch: int, *, bytes_per_weight: float = 2.0, expe
     """
     if batch < 1 or ranks < 1:
         raise ValueError(f"batch and ranks: expected at least 1, got {batch} and {ranks}")
+    if context < 0:
+        raise ValueError(f"context: expected at least 0, got {context}")
     _, model = load(source)
     table = 0 if model.tied else sum(w.total for w in model.outer if w.part == "embedding")
     dense = routed = Fraction(0)

@@ -7,15 +7,15 @@ count says which convention it follows, and `VENDORS` holds those of published f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from .families import architecture
 from .presets import find_preset
-from .weights import FFN_PARTS, PARTS, Architecture, Layer, Weight
+from .weights import FFN_PARTS, PARTS, Architecture, Weight
 
 SCOPES = ("ffn", "layers", "model", "model+mtp", "checkpoint")
 EMBEDDINGS = ("all", "head", "none")
@@ -160,11 +160,13 @@ def load(source: str | Path | Mapping[str, Any] | Architecture) -> tuple[str, Ar
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: not JSON ({error})") from None
         return path.parent.name if path.name == "config.json" else path.stem, architecture(config)
+    if path.suffix == ".json" or path.is_absolute():
+        raise ValueError(f"source: no file {str(source)!r}")
     preset = find_preset(str(source))
     return preset.name, architecture(preset.config)
 
 
-def _whole(value: Fraction) -> int:
+def _whole(value: int | Fraction) -> int:
     """An active count; means over idle experts are rounded once, here."""
     return int(value) if value.denominator == 1 else round(value)
 
@@ -182,8 +184,9 @@ def counts_under(weight: Weight, convention: Convention, extra: bool) -> bool:
     return convention.biases or weight.kind != "bias" or weight.part == "norm"
 
 
-def _sum(weights: Iterable[Weight], convention: Convention, extra: bool) -> tuple[int, Fraction]:
-    total, active = 0, Fraction(0)
+def _sum(weights: Iterable[Weight], convention: Convention, extra: bool) -> tuple[int, int | Fraction]:
+    total: int = 0
+    active: int | Fraction = 0
     for weight in weights:
         if counts_under(weight, convention, extra):
             total += weight.total
@@ -192,41 +195,40 @@ def _sum(weights: Iterable[Weight], convention: Convention, extra: bool) -> tupl
 
 
 def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ...]:
-    runs: list[LayerCount] = []
-    last: Layer | None = None
-    for index, layer in enumerate(model.layers):
-        if runs and layer == last:
-            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
-            continue
-        last = layer
+    found: list[LayerCount] = []
+    index = 0
+    for layer, times in model.runs():
         total, active = _sum(layer.weights, convention, False)
-        runs.append(LayerCount(index, layer.kind, 1, total, _whole(active), layer.num_experts, layer.top_k))
-    return tuple(runs)
+        found.append(LayerCount(index, layer.kind, times, total, _whole(active), layer.num_experts, layer.top_k))
+        index += times
+    return tuple(found)
+
+
+def _chosen(model: Architecture, convention: Convention, with_mtp: bool) -> Iterator[tuple[Weight, int]]:
+    """The weights of the convention's scope, with how many times each is there."""
+    if convention.scope != "layers":
+        yield from ((w, 1) for w in model.outer if convention.scope != "ffn" or w.part in FFN_PARTS)
+    for layer, times in (*model.runs(), *((layer, 1) for layer in model.mtp if with_mtp)):
+        yield from ((w, times) for w in layer.weights if convention.scope != "ffn" or w.part in FFN_PARTS)
 
 
 def count_architecture(model: Architecture, convention: Convention, name: str = "") -> Count:
     """`count` for weights already listed."""
     extra = convention.scope == "checkpoint"
     with_mtp = convention.scope in ("model+mtp", "checkpoint")
-    if convention.scope == "ffn":
-        chosen = [w for w in model.weights() if w.part in FFN_PARTS]
-    elif convention.scope == "layers":
-        chosen = [w for layer in model.layers for w in layer.weights]
-    else:
-        chosen = list(model.weights(with_mtp))
     totals = dict.fromkeys(PARTS, 0)
-    actives_of = dict.fromkeys(PARTS, Fraction(0))
-    for weight in chosen:
+    actives_of: dict[str, int | Fraction] = dict.fromkeys(PARTS, 0)
+    for weight, times in _chosen(model, convention, with_mtp):
         if counts_under(weight, convention, extra):
-            totals[weight.part] += weight.total
-            actives_of[weight.part] += weight.active(convention.idle)
+            totals[weight.part] += weight.total * times
+            actives_of[weight.part] += weight.active(convention.idle) * times
     duplicates = model.duplicates if extra else 0
     total = sum(totals.values()) + duplicates
-    active = sum(actives_of.values(), Fraction(0))
+    active = sum(actives_of.values())
     table, head = (totals["embedding"], actives_of["embedding"]), (totals["head"], actives_of["head"])
     # A tied matrix (or an encoder's, which has no head) is not taken off under "head": the head multiplies by it.
-    off = {"all": (0, Fraction(0)), "none": (table[0] + head[0] + duplicates, table[1] + head[1]),
-           "head": table if not model.tied else (0, Fraction(0))}
+    off = {"all": (0, 0), "none": (table[0] + head[0] + duplicates, table[1] + head[1]),
+           "head": table if not model.tied else (0, 0)}
     actives = {key: _whole(active - gone[1]) for key, gone in off.items()}
     mtp_total, mtp_active = _sum((w for layer in model.mtp for w in layer.weights), convention, False)
     buffers = sum(w.total for w in model.weights(with_mtp) if w.kind == "buffer")

@@ -191,8 +191,8 @@ def nemotron_h(k: Keys) -> Architecture:
             raise ValueError(f"config.hybrid_override_pattern: expected letters of {''.join(kinds)}, got {unknown}")
         words = [kinds[letter] for letter in pattern]
     else:
-        given = k.data.get("layers_block_type") or k.data.get("layer_types") or []
-        count = k.integer("num_hidden_layers", absent=len(given))
+        given = k.data.get("layers_block_type") or k.data.get("layer_types")
+        count = k.integer("num_hidden_layers", absent=len(given) if isinstance(given, list) else 0)
         words = k.words("layers_block_type", "layer_types", layers=count,
                         among=(*MAMBA, "moe", "attention", "full_attention", "mlp"))
     sublayers = {word: _nemotron(k, d, word) for word in dict.fromkeys(words)}

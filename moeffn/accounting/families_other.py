@@ -57,12 +57,15 @@ def _v4_attention(k: Keys, d: int, kind: str) -> tuple[list[Weight], Mixer]:
     found += matrix("attention", width, d) + norm(width)
     found += matrix("attention", groups * inner, k.divide("o_group_width", heads * width, groups))
     found += [*matrix("attention", d, groups * inner), Weight("attention", (heads,), "filter")]
-    rates = k.data.get("compress_rates") or {word: rate for rate, word in COMPRESSED.items()}
+    rate = 0
+    if kind != "sliding_attention":
+        usual = {word: rate for rate, word in COMPRESSED.items()}
+        rate = k.inside("compress_rates").integer(kind) if k.has("compress_rates") else usual[kind]
     if kind == "heavily_compressed_attention":
-        found += _compressor(d, rates[kind], width, width)
+        found += _compressor(d, rate, width, width)
     elif kind == "compressed_sparse_attention":
         index_heads, index = k.integer("index_n_heads"), k.integer("index_head_dim")
-        found += _compressor(d, rates[kind], 2 * width, width) + _compressor(d, rates[kind], 2 * index, index)
+        found += _compressor(d, rate, 2 * width, width) + _compressor(d, rate, 2 * index, index)
         found += matrix("attention", index_heads * index, rank) + matrix("attention", index_heads, d)
     window = k.integer("sliding_window", absent=0) or None
     return found, Mixer(heads, width, width, window, width)

@@ -111,10 +111,7 @@ def step3(k: Keys) -> Architecture:
     found = matrix("attention", rank, d) + norm(rank) + matrix("attention", heads * width, rank)
     found += matrix("attention", kv * width, d) * 2 + matrix("attention", d, heads * width)
     mixed = found, Mixer(heads, width, width, None, 2 * kv * width)
-    chosen = k.data.get("moe_layers_enum")
-    if not chosen:
-        raise ValueError(f"{k.where}.moe_layers_enum is missing: it is never filled from a default")
-    sparse = {int(i) for i in (chosen.split(",") if isinstance(chosen, str) else chosen)}
+    sparse = set(k.indices("moe_layers_enum", required=True))
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("moe_num_experts"), k.integer("moe_top_k"),
               shared=k.integer("share_expert_dim", minimum=0), where="config.moe_top_k")
     plain_ffn = dense(d, k.integer("intermediate_size"))

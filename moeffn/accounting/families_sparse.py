@@ -110,8 +110,7 @@ def step(k: Keys) -> Architecture:
     other = k.inside("attention_other_setting") if k.has("attention_other_setting") else None
     more = (other.integer("num_attention_heads") if other else k.integer("num_sliding_attention_heads", absent=heads))
     if k.has("moe_layers_enum"):
-        chosen = k.data["moe_layers_enum"]
-        chosen = {int(i) for i in (chosen.split(",") if isinstance(chosen, str) else chosen)}
+        chosen = set(k.indices("moe_layers_enum"))
         sparse = [i in chosen for i in range(n)]
     else:
         sparse = first_dense(k, n)

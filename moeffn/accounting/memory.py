@@ -47,6 +47,9 @@ def training_memory(source: Any, *, ranks: int = 1, expert_parallel: int = 1, te
     Experts are replicated over ranks / expert_parallel ranks, all else over ranks / tensor_parallel.
     redundant: extra experts a rank and layer holds for balancing (weights alone).
     """
+    for name, value in (("ranks", ranks), ("expert_parallel", expert_parallel), ("tensor_parallel", tensor_parallel)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
     if ranks % expert_parallel or ranks % tensor_parallel:
         raise ValueError(f"ranks: expected a multiple of expert_parallel = {expert_parallel} and tensor_parallel = "
                          f"{tensor_parallel}, got {ranks}")

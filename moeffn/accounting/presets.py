@@ -37,16 +37,21 @@ def presets() -> dict[str, Preset]:
     return {entry["name"]: Preset(**entry) for entry in data}
 
 
+@lru_cache(maxsize=1)
+def _names() -> dict[str, str]:
+    """The name of a preset by every way to write it."""
+    known = presets()
+    names = {_plain(re.sub(r"-v[\d.]+$", "", key)): key for key in known}
+    names |= {_plain(other): key for key, preset in known.items() for other in preset.also}
+    return names | {_plain(key): key for key in known}
+
+
 def find_preset(name: str) -> Preset:
     """The preset of a name; case, punctuation and a closing version do not matter. ValueError names close ones."""
-    known = presets()
-    wanted = {_plain(re.sub(r"-v[\d.]+$", "", key)): key for key in known}
-    wanted |= {_plain(other): key for key, preset in known.items() for other in preset.also}
-    wanted |= {_plain(key): key for key in known}
-    if _plain(name) in wanted:
-        return known[wanted[_plain(name)]]
-    if "/" in name and _plain(name.rsplit("/", 1)[1]) in wanted:
-        return known[wanted[_plain(name.rsplit("/", 1)[1])]]
+    wanted = _names()
+    for way in (name, name.rsplit("/", 1)[-1]):
+        if _plain(way) in wanted:
+            return presets()[wanted[_plain(way)]]
     near = difflib.get_close_matches(_plain(name), wanted, 4, 0.5)
     hint = f"; close presets: {', '.join(wanted[n] for n in near)}" if near else ""
     raise ValueError(f"source: {name!r} is neither a file nor a preset{hint} (`moeffn params list` shows all)")

@@ -97,10 +97,12 @@ class Keys:
         return list(value)
 
     def indices(self, *names: str, required: bool = False) -> list[int]:
-        """A list of integers, empty when absent unless it is required."""
+        """A list of integers, or one string of them with commas; empty when absent unless it is required."""
         name, value = self._find(names, REQUIRED if required else [])
         if value is None:
             return []
+        if isinstance(value, str) and all(part.strip().isdecimal() for part in value.split(",")):
+            value = [int(part) for part in value.split(",")]
         if not isinstance(value, list | tuple):
             raise TypeError(f"{self.where}.{name}: expected a list of layer numbers, got {type(value).__name__}")
         return [self._integer(f"{name}[{i}]", v, 0) for i, v in enumerate(value)]
@@ -112,9 +114,12 @@ class Keys:
 
     def layer(self, index: int) -> Keys:
         """This level with what `per_layer_config` says of one layer (its keys are numbers, "3" or "03")."""
-        given = self.data.get("per_layer_config") or {}
-        own = next((given[key] for key in (str(index), f"{index:02d}") if key in given), None)
-        return self if own is None else Keys({**self.data, **own}, f"{self.where}.per_layer_config.{index}", self)
+        given = self.inside("per_layer_config") if self.has("per_layer_config") else self
+        name = next((key for key in (str(index), f"{index:02d}") if key in given.data), None)
+        if name is None:
+            return self
+        own = given.inside(name)
+        return Keys({**self.data, **own.data}, own.where, self)
 
     def tied(self, absent: bool) -> bool:
         """`tie_word_embeddings`, of the outermost level that says it (a wrapper ties, not the model inside)."""

@@ -62,17 +62,15 @@ class Weight:
     def total(self) -> int:
         return self.size * self.copies
 
-    def active(self, idle: str = "mean") -> Fraction:
+    def active(self, idle: str = "mean") -> int | Fraction:
         """Elements a token uses; `idle` is min, mean (uniform routing over real and idle experts) or max."""
         if self.used is None:
-            return Fraction(self.total)
+            return self.total
+        if not self.idle or idle == "max":
+            return self.size * min(self.used, self.copies)
         if idle == "min":
-            used = Fraction(max(0, self.used - self.idle))
-        elif idle == "max":
-            used = Fraction(min(self.used, self.copies))
-        else:
-            used = Fraction(self.used * self.copies, self.copies + self.idle)
-        return self.size * used
+            return self.size * max(0, self.used - self.idle)
+        return self.size * Fraction(self.used * self.copies, self.copies + self.idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,16 @@ class Architecture:
     duplicates: int = 0
     assumed: tuple[tuple[str, object], ...] = ()
     excluded: tuple[str, ...] = ()
+
+    def runs(self) -> list[tuple[Layer, int]]:
+        """Layers with how many of them follow each other."""
+        found: list[tuple[Layer, int]] = []
+        for layer in self.layers:
+            if found and (layer is found[-1][0] or layer == found[-1][0]):
+                found[-1] = layer, found[-1][1] + 1
+            else:
+                found.append((layer, 1))
+        return found
 
     def weights(self, mtp: bool = False) -> Iterable[Weight]:
         yield from self.outer
