@@ -2,7 +2,7 @@
 
     python benchmarks/fill_readme.py
 
-Takes the forward figures of every file that bench_cpu.py or bench_torch.py wrote. Nothing is written by hand there.
+Takes the forward figures of every file that bench_cpu.py or bench_torch.py wrote, and those of bench_ep.py. Nothing is written by hand there.
 """
 
 from __future__ import annotations
@@ -33,12 +33,32 @@ def table(path: Path) -> list[str]:
     return [*lines, ""]
 
 
+def exchange_table(path: Path) -> list[str]:
+    """What expert parallelism costs: a line per dispatcher of bench_ep.py's file."""
+    if not path.exists():
+        return []
+    with path.open() as f:
+        rows = list(csv.DictReader(f))
+    first = rows[0]
+    lines = [f"`{path.name}`: {first['shape']}, {first['dtype']}, forward + backward of {first['tokens_per_rank']} tokens "
+             f"on each of {first['ranks']} gloo ranks with {first['threads_per_rank']} thread each, {first['cpu']}, torch "
+             f"{first['torch']}, {first['date']}. Bare gloo: the same bytes without anything else; overhead: (exchanges "
+             "with idle experts - bare gloo) / step.", "",
+             "| dispatcher | step ms | exchanges ms | bare gloo ms | overhead | MB sent in forward |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        step, exchanges, raw = (f"{1e3 * float(r[k]):.1f}" for k in ("step", "exchange_only", "raw"))
+        lines.append(f"| {r['dispatcher']} | {step} | {exchanges} | {raw} | {100 * float(r['overhead_of_step']):.1f} % | "
+                     f"{int(r['bytes_sent']) / 1e6:.2f} |")
+    return [*lines, ""]
+
+
 def main() -> None:
     readme = HERE.parent / "README.md"
     text = readme.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     lines = [line for path in sorted((HERE / "results").glob("*.csv")) for line in table(path)]
+    lines += exchange_table(HERE / "results" / "ep.csv")
     body = "\n".join(lines) if lines else "No results are stored yet: `benchmarks/bench_*.py` write them.\n"
     readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 

@@ -63,6 +63,18 @@ class CheckpointCases(Ranks):
             if isinstance(value, DTensor):
                 assert value.shape == want[name].shape, name
 
+    def case_checkpoint_of_other_experts_is_refused(self) -> None:
+        """Eight experts where seven were written, and a bias that was not: errors, on every rank."""
+        for c, word in ((config(E=8, bias=True, d_shared=4, selection_bias=True), "ize mismatch"),
+                        (config(E=7, bias=True, d_shared=4, selection_bias=True, router_bias=True), "router.bias")):
+            par = parallelize(layer(c), self.mesh, ParallelConfig(loss="sum"))
+            try:
+                dcp.load({"model": par.state_dict()}, checkpoint_id=str(self.checkpoint))
+            except dcp.api.CheckpointException as error:
+                assert word in str(error), error
+            else:
+                raise AssertionError(f"loaded in spite of {word}")
+
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         """One step on a batch that is the same for every number of ranks."""
         model(torch.cat(batches(TOKENS, seed)).tensor_split(self.W)[self.rank]).square().sum().backward()

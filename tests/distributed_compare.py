@@ -69,7 +69,7 @@ class Ranks:
         self.checkpoint = folder.parent / "checkpoint"
 
     def _tokens(self) -> list[int]:
-        return [7, 0, 4, 1][: self.W] if self.W > 2 else [5, 3]
+        return [7, 0, 4, 1, 3, 5, 0, 2][: self.W] if self.W > 2 else [5, 3]
 
     def _compare(self, c: MoEConfig, mesh: DeviceMesh, parallel_config: ParallelConfig, tokens: list[int], *,
                  steps: int = 1, recompute: bool = False) -> None:

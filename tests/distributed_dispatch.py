@@ -8,7 +8,9 @@ import torch
 from distributed_compare import D, Ranks, batches, close, config, layer, same_gradients
 from distributed_problems import DISPATCHERS, on_rank, one_process, random_problem
 
+from moeffn import Routing
 from moeffn.distributed import (
+    AllToAll,
     GroupTransport,
     ParallelConfig,
     Placement,
@@ -37,6 +39,29 @@ class DispatchCases(Ranks):
                 for key in ("w_in", "w_out"):
                     slots = [held.index(e) for e in alone]
                     close(ran.tensors[key][slots], want[key][alone], f"{seed} {name} {key}")
+
+    def case_uneven_and_empty_splits_of_any_dtype(self) -> None:
+        """Rank 0 sends five rows to the last rank, nobody sends anything else; splits of another sum are refused."""
+        transport, last = GroupTransport(deadline=20), self.W - 1
+        send = [5 if (self.rank, r) == (0, last) else 0 for r in range(self.W)]
+        recv = [5 if (self.rank, r) == (last, 0) else 0 for r in range(self.W)]
+        for dtype in (torch.int64, torch.bfloat16, torch.float32):
+            rows = torch.arange(40).view(5, 8).to(dtype)
+            came = transport.start(rows[: sum(send)].view(torch.uint8), send, recv, "probe").wait()
+            assert torch.equal(came.view(dtype), rows[: sum(recv)]), dtype
+        before = transport.exchanges
+        try:
+            transport.start(torch.zeros(3, 8, dtype=torch.uint8), [2] * self.W, recv, "probe")
+        except ValueError as error:
+            assert f"probe: send splits: expected {self.W} splits that sum to 3 rows" in str(error), error
+        else:
+            raise AssertionError("splits that do not add up were sent")
+        assert transport.exchanges == before
+        x = batches([4])[0].bfloat16()
+        ids = torch.arange(self.W, dtype=torch.int32).repeat(4, 1)
+        d = AllToAll(transport, Placement.balanced(self.W, self.W))
+        batch = d.dispatch(x, Routing(ids, torch.ones(4, self.W)))
+        assert torch.equal(d.combine(batch.x, batch.handle), (x.float() * self.W).bfloat16())
 
     def case_all_tokens_to_rank_0_and_an_idle_rank(self) -> None:
         """Rank W-1 has no tokens, only rank 0's first expert gets any: nobody skips a call, zeros are exact."""
@@ -80,11 +105,20 @@ class DispatchCases(Ranks):
         assert int(par.experts.dispatcher.dropped) == 3 * self.W
         assert bool((y[2:] == 0).all()) and bool((y[:2] != 0).any())
 
-    def case_balanced_placement_of_uneven_experts(self) -> None:
-        """Experts computed elsewhere than they are stored: sizes that differ by one, as one process."""
-        E = 2 * self.W + 1
-        c = ParallelConfig(loss="sum", placement=Placement.balanced(E, self.W))
-        self._compare(config(E=E), self.mesh, c, self._tokens())
+    def case_experts_that_do_not_divide_by_ranks(self) -> None:
+        """Where DTensor cuts them, no rank above ceil(E / W); and computed elsewhere, with sizes that differ by one."""
+        for E in (5, 30, 2 * self.W + 1):
+            balanced = Placement.balanced(E, self.W)
+            for placement in (None, balanced):
+                c = ParallelConfig(loss="sum", placement=placement)
+                par = parallelize(layer(config(E=E)), self.mesh, c)
+                sizes = [len(h) for h in par.experts.dispatcher.placement.experts_of_rank]
+                assert par.experts.weights.num_experts == sizes[self.rank]
+                assert sum(sizes) == E and max(sizes) == -(-E // self.W), sizes
+                if placement is not None:
+                    assert max(sizes) - min(sizes) <= 1
+                    assert (E, self.W) != (30, 8) or sizes == [4, 4, 4, 4, 4, 4, 3, 3]
+                self._compare(config(E=E), self.mesh, c, self._tokens())
 
     def case_ranks_that_use_different_experts(self) -> None:
         """Rank r's tokens go to expert r alone: every parameter is one packed tensor, so nothing hangs."""
@@ -109,7 +143,7 @@ class DispatchCases(Ranks):
         self._compare(config(E=E, K=2, bias=True), self.mesh, c, self._tokens())
 
     def case_two_levels(self) -> None:
-        if self.W != 4:
+        if self.W % 4:
             return
         c = ParallelConfig(loss="sum", dispatcher="two_level", ranks_per_node=2)
         self._compare(config(E=7, K=3, d_shared=4), self.mesh, c, self._tokens())
