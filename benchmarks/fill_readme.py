@@ -2,7 +2,7 @@
 
     python benchmarks/fill_readme.py
 
-Takes the forward figures of every file that bench_cpu.py or bench_torch.py wrote, and those of bench_ep.py. Nothing is written by hand there.
+Takes the figures of every file that bench_cpu.py, bench_torch.py or bench_ep.py wrote. Nothing is written by hand.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ def exchange_table(path: Path) -> list[str]:
     with path.open() as f:
         rows = list(csv.DictReader(f))
     first = rows[0]
-    lines = [f"`{path.name}`: {first['shape']}, {first['dtype']}, forward + backward of {first['tokens_per_rank']} tokens "
-             f"on each of {first['ranks']} gloo ranks with {first['threads_per_rank']} thread each, {first['cpu']}, torch "
-             f"{first['torch']}, {first['date']}. Bare gloo: the same bytes without anything else; overhead: (exchanges "
-             "with idle experts - bare gloo) / step.", "",
-             "| dispatcher | step ms | exchanges ms | bare gloo ms | overhead | MB sent in forward |", "|---|---|---|---|---|---|"]
+    lines = [f"`{path.name}`: {first['shape']}, {first['dtype']}, forward + backward of {first['tokens_per_rank']} "
+             f"tokens on each of {first['ranks']} gloo ranks with {first['threads_per_rank']} thread each, "
+             f"{first['cpu']}, torch {first['torch']}, {first['date']}. Bare gloo: the same bytes and nothing else; "
+             "overhead: (exchanges with idle experts - bare gloo) / step.", "",
+             "| dispatcher | step ms | exchanges ms | bare gloo ms | overhead | MB sent in forward |",
+             "|---|---|---|---|---|---|"]
     for r in rows:
         step, exchanges, raw = (f"{1e3 * float(r[k]):.1f}" for k in ("step", "exchange_only", "raw"))
-        lines.append(f"| {r['dispatcher']} | {step} | {exchanges} | {raw} | {100 * float(r['overhead_of_step']):.1f} % | "
-                     f"{int(r['bytes_sent']) / 1e6:.2f} |")
+        share, sent = f"{100 * float(r['overhead_of_step']):.1f} %", f"{int(r['bytes_sent']) / 1e6:.2f}"
+        lines.append(f"| {r['dispatcher']} | {step} | {exchanges} | {raw} | {share} | {sent} |")
     return [*lines, ""]
 
 
