@@ -1,11 +1,13 @@
-"""Forward and forward + backward of one MoE FFN on one GPU against every contender that is installed, and decoding.
+"""Forward, backward and decoding of one MoE FFN on one GPU against every contender that is installed.
 
-    python benchmarks/bench_gpu.py [--shapes qwen3-30b,...] [--dtype bf16] [--seconds 1.0] [--decode] [--smoke]
+    python benchmarks/bench_gpu.py [--check] [--shapes qwen3-30b,...] [--dtype bf16] [--minutes 8] [--smoke]
 
-Timed with CUDA events, contenders alternating, the router included for every contender that has the same one. A
-contender is timed only where its output agrees with plain torch in float32. TFLOP/s count 6·T·K·D·F forward and
-18·T·K·D·F with backward; the roofline is that of moeffn.accounting. Without a GPU it says so and ends with code 2;
---smoke there runs the shapes' arithmetic and ends with code 0. Results: benchmarks/results/bench_gpu-<device>.csv.
+--check runs `moeffn check --device cuda` first, in the same --minutes; what they do not suffice for is named and left
+out. Timed with CUDA events, contenders alternating, the router included. A contender is timed only where its output
+agrees with plain torch in float32. TFLOP/s count 6·T·K·D·F forward, 12 backward and 18 together; the backward's time is
+that of both passes less that of the forward that saves for it. Percents are of moeffn.accounting's bound on the sum of
+the kernels. Without a GPU it says so and ends with code 2; --smoke there compares the contenders' answers and ends with
+code 0. Results, with device, clocks and versions: benchmarks/results/bench_gpu-<device>.csv.
 """
 
 from __future__ import annotations
@@ -13,38 +15,22 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import importlib.util
-import random
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from gpu_contenders import Call, Setup, Shape
 
-from moeffn import MoEConfig, MoEFFN, backends
-from moeffn.permutation import permute, plan, unpermute
+from moeffn import MoEFFN, accounting
+from moeffn.accounting.kernels import KernelCost, device_of
 
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """T tokens through E experts of width F, K a token."""
-
-    name: str
-    T: int
-    D: int
-    F: int
-    E: int
-    K: int
-
-    def flops(self, train: bool) -> int:
-        return (18 if train else 6) * self.T * self.K * self.D * self.F
-
+Row = dict[str, object]
+Timer = Callable[[dict[str, Callable[[], object]]], dict[str, float]]
 
 SHAPES = [
     Shape("qwen3-30b", 32768, 2048, 768, 128, 8),
@@ -54,139 +40,123 @@ SHAPES = [
     Shape("fine-256", 32768, 4096, 512, 256, 16),
     Shape("qwen3-next", 32768, 2048, 512, 512, 10),
 ]
-DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+# What is aimed at on one H200 in bf16, TFLOP/s, and for decoding milliseconds: not measurements.
+GOALS: dict[tuple[str, str], float] = {
+    ("qwen3-30b", "forward"): 520, ("qwen3-30b", "forward+backward"): 430,
+    ("qwen3-30b-8k", "forward"): 400, ("qwen3-30b-8k", "forward+backward"): 320,
+    ("wide-128", "forward"): 557, ("wide-128", "backward"): 566,
+    ("narrow-128", "forward"): 364, ("narrow-128", "backward"): 404,
+    ("fine-256", "forward"): 516, ("fine-256", "backward"): 525,
+    ("qwen3-next", "forward"): 400, ("qwen3-next", "forward+backward"): 340,
+}
+DECODE_GOALS_MS = {1: 0.030, 64: 0.320}
+PASSES = ("inference", "forward", "forward+backward")
 
 
-class Setup:
-    """One layer, its input and upstream gradient on the device; every contender works on the same weights."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
-        torch.manual_seed(0)
-        self.shape = shape
-        config = MoEConfig(d_model=shape.D, d_expert=shape.F, num_experts=shape.E, top_k=shape.K)
-        self.layer = MoEFFN(config, device=device, dtype=dtype)
-        self.x = torch.randn(shape.T, shape.D, device=device, dtype=dtype, requires_grad=True)
-        self.dy = torch.randn_like(self.x)
-
-    def contenders(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Name -> a call that returns y from x, the router included."""
-        def with_backend(name: str) -> Callable[[], torch.Tensor]:
-            def run() -> torch.Tensor:
-                self.layer.backend = name
-                return self.layer(self.x)
-            return run
-
-        found = {name: with_backend(name) for name in ("triton", "torch")
-                 if backends.available(name, self.x.device, self.x.dtype) is None}
-        found["cuBLAS loop"] = self._loop
-        if hasattr(torch.nn.functional, "grouped_mm") and self.x.dtype == torch.bfloat16:
-            found["grouped_mm"] = self._grouped
-        if importlib.util.find_spec("scattermoe"):
-            found["scattermoe"] = self._scattermoe
-        return found
-
-    def _grouped(self) -> torch.Tensor:
-        """permute, torch grouped_mm twice, unpermute: what eager frameworks do."""
-        w = self.layer.experts.weights
-        routing = self.layer.router(self.x)
-        grouped = plan(routing.experts, w.num_experts)
-        rows = permute(self.x, grouped)
-        h = torch.nn.functional.grouped_mm(rows, w.w_in.transpose(1, 2), offs=grouped.offsets[1:])
-        gate, up = h.chunk(2, -1)
-        out = torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, w.w_out.transpose(1, 2),
-                                             offs=grouped.offsets[1:])
-        return unpermute(out, grouped, routing.weights)
-
-    def _loop(self) -> torch.Tensor:
-        """One cuBLAS product per expert and matrix; reads the counts on the host."""
-        w = self.layer.experts.weights
-        routing = self.layer.router(self.x)
-        grouped = plan(routing.experts, w.num_experts)
-        rows = permute(self.x, grouped).split(grouped.counts.tolist())
-        out = []
-        for e, part in enumerate(rows):
-            gate, up = (part @ w.w_in[e].T).chunk(2, -1)
-            out.append((torch.nn.functional.silu(gate) * up) @ w.w_out[e].T)
-        return unpermute(torch.cat(out), grouped, routing.weights)
-
-    def _scattermoe(self) -> torch.Tensor:
-        from scattermoe.mlp import flatten_sort_count, parallel_linear  # type: ignore[import-not-found]
-
-        w, K = self.layer.experts.weights, self.shape.K
-        routing = self.layer.router(self.x)
-        expert_ids, slots, offsets = flatten_sort_count(routing.experts.long(), num_experts=w.num_experts)
-        h = parallel_linear(self.x, w.w_in.transpose(1, 2), K, expert_ids, slots, offsets, grouped_out=True)
-        gate, up = h.chunk(2, -1)
-        return parallel_linear(torch.nn.functional.silu(gate) * up, w.w_out.transpose(1, 2), 1, expert_ids, slots,
-                               offsets, gates=routing.weights.to(self.x.dtype), grouped_in=True)
+def costs(shape: Shape, which: str) -> list[KernelCost]:
+    """The kernels of a pass, as accounting counts them."""
+    block = shape.block()
+    every = accounting.kernels(block, shape.T, train=True)
+    saving = len(accounting.kernels(block, shape.T))
+    return {"inference": list(accounting.kernels(block, shape.T)), "forward": list(every[:saving]),
+            "backward": list(every[saving:]), "forward+backward": list(every)}[which]
 
 
-def agrees(setup: Setup, run: Callable[[], torch.Tensor], truth: torch.Tensor) -> float:
-    """Relative Frobenius distance from the float32 answer."""
+def row(shape: Shape, which: str, contender: str, seconds: float | None, device: accounting.Device | None, dtype: str,
+        **more: object) -> Row:
+    """One line of the results; without a time only what was found out."""
+    made: Row = {"shape": shape.name, "T": shape.T, "D": shape.D, "F": shape.F, "E": shape.E, "K": shape.K,
+                 "dtype": dtype, "pass": which, "contender": contender, **more}
+    if seconds is None:
+        return made
+    flops = {"backward": 12, "forward+backward": 18}.get(which, 6) * shape.T * shape.K * shape.D * shape.F
+    made |= {"ms": f"{seconds * 1e3:.4f}", "tflops": f"{flops / seconds / 1e12:.1f}"}
+    if device is not None and dtype in device.tflops:
+        bound = sum(k.seconds(device, dtype) for k in costs(shape, which))
+        made |= {"bound_ms": f"{bound * 1e3:.4f}", "percent_of_bound": f"{100 * bound / seconds:.1f}"}
+    if (shape.name, which) in GOALS:
+        made["goal_tflops"] = GOALS[shape.name, which]
+    return made
+
+
+def distance(run: Call, truth: torch.Tensor) -> float:
+    """Relative Frobenius distance from the float32 answer; infinite where the contender raises."""
     with torch.no_grad():
-        return float((run().float() - truth).norm() / truth.norm())
+        try:
+            return float((run().float() - truth).norm() / truth.norm())
+        except Exception as error:  # a contender that does not run here must not end the benchmark
+            print(f"  {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            return float("inf")
 
 
-def measure(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of each call, contenders alternating in random order, between CUDA events."""
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    flush = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")  # 256 MiB: evicts the L2 cache
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    rng, spent = random.Random(0), 0.0
-    while spent < seconds * len(calls) or len(next(iter(samples.values()))) < 5:
-        for name in rng.sample(list(calls), len(calls)):
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            calls[name]()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) / 1e3)
-            spent += samples[name][-1]
-    return {name: statistics.median(times) for name, times in samples.items()}
+def step(setup: Setup, run: Call, which: str) -> Callable[[], object]:
+    """One pass of a contender."""
+    if which == "inference":
+        return torch.no_grad()(run)
+    return run if which == "forward" else lambda: torch.autograd.grad(run(), setup.inputs(), setup.dy)
 
 
-def train_step(setup: Setup, run: Callable[[], torch.Tensor]) -> Callable[[], object]:
-    inputs = [setup.x, *setup.layer.parameters()]
-    return lambda: torch.autograd.grad(run(), inputs, setup.dy)
-
-
-def bench(shape: Shape, dtype: torch.dtype, seconds: float) -> list[dict[str, object]]:
-    setup = Setup(shape, dtype, "cuda")
+def bench(shape: Shape, dtype: str, device: str, timer: Timer, chip: accounting.Device | None) -> Iterator[Row]:
+    """Every contender's passes at a shape, and our kernels alone."""
+    setup = Setup(shape, DTYPES[dtype], device)
     found = setup.contenders()
     with torch.no_grad():
-        wide = MoEFFN(setup.layer.config, device="cuda", backend="torch")
+        wide = MoEFFN(setup.layer.config, device=device, backend="torch")
         wide.load_state_dict({n: t.float() for n, t in setup.layer.state_dict().items()})
         truth = wide(setup.x.float())
         del wide
-    distance = {name: agrees(setup, run, truth) for name, run in found.items()}
-    limit = 2 * distance["cuBLAS loop"] + torch.finfo(dtype).eps
-    kept = {name: run for name, run in found.items() if distance[name] <= limit}
-    rows: list[dict[str, object]] = []
-    for train in (False, True):
-        calls: dict[str, Callable[[], object]] = {}
+    far = {name: distance(run, truth) for name, run in found.items()}
+    limit = 2 * far["cuBLAS loop"] + torch.finfo(DTYPES[dtype]).eps
+    kept = {name: run for name, run in found.items() if far[name] <= limit}
+    del truth
+    times: dict[str, dict[str, float]] = {}
+    for which in PASSES:
+        good: dict[str, Callable[[], object]] = {}
         for name, run in kept.items():
-            calls[name] = train_step(setup, run) if train else torch.no_grad()(run)
-        times = measure(calls, seconds)
+            try:
+                step(setup, run, which)()
+                good[name] = step(setup, run, which)
+            except Exception as error:
+                print(f"  {name}, {which}: {type(error).__name__}")
+        times[which] = timer(good)
         for name in found:
-            took = times.get(name)
-            rows.append({"shape": shape.name, "T": shape.T, "D": shape.D, "F": shape.F, "E": shape.E, "K": shape.K,
-                         "pass": "forward+backward" if train else "forward", "contender": name,
-                         "distance": f"{distance[name]:.2e}", "ms": f"{took * 1e3:.4f}" if took else "wrong answer",
-                         "tflops": f"{shape.flops(train) / took / 1e12:.1f}" if took else ""})
-            print("  ".join(str(v) for v in rows[-1].values()), flush=True)
-    return rows
+            yield row(shape, which, name, times[which].get(name), chip, dtype, distance=f"{far[name]:.2e}",
+                      ms="" if name in good else "wrong answer" if far[name] < float("inf") else "does not run")
+    for name, both in times["forward+backward"].items():
+        if both > times["forward"][name]:
+            yield row(shape, "backward", name, both - times["forward"][name], chip, dtype)
+    if "triton" in kept:
+        del setup, found, kept, good, run  # their tensors, before ours are made anew
+        yield from kernel_rows(shape, dtype, timer, chip)
 
 
-def decode_rows(dtype: torch.dtype, seconds: float) -> list[dict[str, object]]:
+def kernel_rows(shape: Shape, dtype: str, timer: Timer, chip: accounting.Device | None) -> Iterator[Row]:
+    """Each grouped product of the triton backend alone, at the tile it picks. The two gradients of weights as one."""
+    from moeffn.backends.tuning import KERNELS, Step, problem
+
+    sizes = shape.T, shape.D, shape.F, shape.E, shape.K, DTYPES[dtype], torch.device("cuda", 0)
+    one = Step(*sizes)
+    every = {k.name: k for k in accounting.kernels(shape.block(), shape.T, train=True)}
+    parts = {k: [every[k]] for k in ("up", "down", "dh", "dx")} | {"dw": [every["dw out"], every["dw in"]]}
+    for name in KERNELS:
+        tile = one.backend.pick(problem(name, *sizes))
+        seconds = timer({name: one.call(name, tile)})[name]
+        flops, nbytes = sum(k.flops for k in parts[name]), sum(k.nbytes for k in parts[name])
+        made = row(shape, f"kernel {name}", "triton", None, chip, dtype, tile=str(tile)) | {
+            "ms": f"{seconds * 1e3:.4f}", "tflops": f"{flops / seconds / 1e12:.1f}",
+            "gb_per_s": f"{nbytes / seconds / 1e9:.0f}"}
+        if chip is not None and dtype in chip.tflops:
+            bound = sum(k.seconds(chip, dtype) for k in parts[name])
+            made |= {"bound_ms": f"{bound * 1e3:.4f}", "percent_of_bound": f"{100 * bound / seconds:.1f}"}
+        yield made
+
+
+def decode_rows(dtype: str, timer: Timer, chip: accounting.Device | None) -> Iterator[Row]:
     """Latency of the layer under a CUDA graph at the Qwen3-30B widths."""
-    rows: list[dict[str, object]] = []
     for T in DECODE_TOKENS:
         shape = Shape("decode", T, 2048, 768, 128, 8)
-        setup = Setup(shape, dtype, "cuda")
+        setup = Setup(shape, DTYPES[dtype], "cuda")
         setup.layer.backend = "triton"
         with torch.no_grad():
             for _ in range(3):
@@ -194,26 +164,37 @@ def decode_rows(dtype: torch.dtype, seconds: float) -> list[dict[str, object]]:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 setup.layer(setup.x)
-        took = measure({"triton": graph.replay}, seconds)["triton"]
-        active = min(shape.E, T * shape.K)
-        gbs = 3 * active * shape.D * shape.F * dtype.itemsize / took / 1e9
-        rows.append({"shape": "decode", "T": T, "D": shape.D, "F": shape.F, "E": shape.E, "K": shape.K,
-                     "pass": "forward, graph", "contender": "triton", "ms": f"{took * 1e3:.4f}",
-                     "gb_per_s_at_most": f"{gbs:.0f}"})
-        print("  ".join(str(v) for v in rows[-1].values()), flush=True)
-    return rows
+        seconds = timer({"triton": graph.replay})["triton"]
+        nbytes = sum(k.nbytes for k in costs(shape, "inference"))
+        made = row(shape, "inference", "triton, graph", seconds, chip, dtype, gb_per_s=f"{nbytes / seconds / 1e9:.0f}")
+        yield made | ({"goal_ms": DECODE_GOALS_MS[T]} if T in DECODE_GOALS_MS else {})
 
 
 def machine() -> dict[str, str]:
+    """What a result must be read with."""
     import triton
 
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm,power.limit,driver_version",
+             "--format=csv,noheader"]
     try:
         clocks = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         clocks = "unknown"
-    return {"device": torch.cuda.get_device_name(), "clocks": clocks, "torch": torch.__version__,
-            "triton": triton.__version__, "date": datetime.date.today().isoformat()}
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {"device": name, "clocks": clocks, "torch": torch.__version__, "triton": triton.__version__,
+            "date": datetime.date.today().isoformat()}
+
+
+def write(rows: list[Row], path: Path) -> None:
+    """Rows, each with the machine's columns, to a CSV file."""
+    about = machine()
+    fields = list(dict.fromkeys(name for one in rows for name in (*one, *about)))
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(one | about for one in rows)
+    print(path)
 
 
 def smoke() -> None:
@@ -222,43 +203,63 @@ def smoke() -> None:
     found = setup.contenders()
     truth = found["torch"]().detach()
     for name, run in found.items():
-        assert agrees(setup, run, truth) < 1e-5, name
-        assert all(g.isfinite().all() for g in train_step(setup, run)()), name  # type: ignore[attr-defined]
+        assert distance(run, truth) < 1e-5, name
+        for which in PASSES:
+            step(setup, run, which)()
     print(f"no GPU: nothing was timed; agree on a CPU: {', '.join(found)}")
 
 
-def main() -> int:
+def on_gpu(options: argparse.Namespace, say: Callable[[str], object] = print) -> tuple[list[Row], list[str]]:
+    """-> the rows, and what failed or was left out."""
+    from moeffn.gpu_check import run_checks
+    from moeffn.kernels.timing import alternate
+
+    end = time.perf_counter() + 60 * options.minutes
+    missed = [f"check: {name}" for name in run_checks("cuda", "triton", 0, say)] if options.check else []
+    chip, rows = device_of(torch.cuda.get_device_name()), []
+
+    def timer(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        return alternate(calls, options.seconds) if calls else {}
+
+    chosen = [s for s in SHAPES if s.name in options.shapes.split(",")]
+    if options.smoke:
+        chosen = [Shape("smoke", 512, 256, 128, 8, 2)]
+    parts = [(s.name, bench(s, options.dtype, "cuda", timer, chip)) for s in chosen]
+    for name, part in [*parts[:1], ("decode", decode_rows(options.dtype, timer, chip)), *parts[1:]]:
+        if time.perf_counter() > end:
+            missed.append(f"{name}: the {options.minutes:g} minutes are over")
+            continue
+        for one in part:
+            rows.append(one)
+            say("  ".join(f"{n}={v}" for n, v in one.items() if n not in ("D", "F", "E", "K") and v != ""))
+        torch.cuda.empty_cache()
+    return rows, missed
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(s.name for s in SHAPES))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--seconds", type=float, default=1.0, help="per contender and pass")
-    parser.add_argument("--decode", action="store_true", help="the decoding table too")
+    parser.add_argument("--seconds", type=float, default=0.3, help="per contender and pass")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything")
+    parser.add_argument("--check", action="store_true", help="the checks of `moeffn check` first")
     parser.add_argument("--smoke", action="store_true", help="one small shape; without a GPU, agreement on the CPU")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    unknown = set(options.shapes.split(",")) - {s.name for s in SHAPES}
+    if unknown:
+        parser.error(f"--shapes: expected some of {', '.join(s.name for s in SHAPES)}, got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         if options.smoke:
             smoke()
             return 0
         print("bench_gpu: no CUDA or ROCm device is here; nothing was timed", file=sys.stderr)
         return 2
-    dtype = DTYPES[options.dtype]
-    chosen = [s for s in SHAPES if s.name in options.shapes.split(",")]
-    if options.smoke:
-        chosen, options.seconds = [Shape("smoke", 512, 256, 128, 8, 2)], 0.01
-    rows = [row for shape in chosen for row in bench(shape, dtype, options.seconds)]
-    if options.decode:
-        rows += decode_rows(dtype, options.seconds)
-    if not options.smoke:
-        about = machine()
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"bench_gpu-{about['device'].replace(' ', '-').lower()}.csv"
-        fields = list(dict.fromkeys(name for row in rows for name in (*row, *about)))
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fields, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row | about for row in rows)
-        print(path)
-    return 0
+    rows, missed = on_gpu(options)
+    if rows and not options.smoke:
+        write(rows, RESULTS / f"bench_gpu-{torch.cuda.get_device_name().replace(' ', '-').lower()}.csv")
+    for line in missed:
+        print(f"not done or failed: {line}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

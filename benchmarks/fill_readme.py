@@ -17,7 +17,7 @@ BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 def table(path: Path) -> list[str]:
     """One Markdown table: a line per (shape, T, pass), a column per contender, milliseconds."""
     with path.open() as f:
-        rows = [r for r in csv.DictReader(f) if {"shape", "T", "pass", "contender", "ms"} <= r.keys()]
+        rows = [r for r in csv.DictReader(f) if {"shape", "T", "pass", "contender", "ms", "cpu"} <= r.keys()]
     if not rows:
         return []
     names = list(dict.fromkeys(r["contender"] for r in rows))

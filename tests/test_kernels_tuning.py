@@ -5,6 +5,7 @@ from interpreted import interpreted
 
 from moeffn.backends import tuning
 from moeffn.kernels import launch
+from moeffn.kernels.tiles import TileConfig
 
 pytestmark = interpreted
 
@@ -37,4 +38,4 @@ def test_tune_times_each_kernel_and_keeps_what_is_faster(monkeypatch):
 
 
 def _wider(tile):
-    return tuning.TileConfig(tile.block_m, 64, tile.block_k, tile.num_warps, tile.num_stages)
+    return TileConfig(tile.block_m, 64, tile.block_k, tile.num_warps, tile.num_stages)

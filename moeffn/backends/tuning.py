@@ -15,7 +15,7 @@ from ..types import ExpertWeights
 from .base import Needs
 from .triton import TritonBackend, device_family, device_name
 
-__all__ = ["device_name", "save", "tune"]
+__all__ = ["KERNELS", "Step", "device_name", "problem", "save", "tune"]
 
 KERNELS: tuple[Kernel, ...] = ("up", "down", "dh", "dx", "dw")
 _LAUNCHES = {"up": "up", "down": "rows", "dh": "dh", "dx": "rows", "dw": "dw"}
@@ -34,12 +34,12 @@ def tune(tokens: Sequence[int], *, d_model: int, d_expert: int, num_experts: int
     timer = timer or (lambda calls: timing.alternate(calls, seconds=0.02))
     found = []
     for T in tokens:
-        layer = _Layer(T, d_model, d_expert, num_experts, top_k, dtype, device)
+        sizes = T, d_model, d_expert, num_experts, top_k, dtype, device
+        layer = Step(*sizes)
         for kernel in KERNELS:
-            problem = Problem(kernel, cdiv(T * top_k, num_experts), dtype.itemsize, True, device_family(device),
-                              d_model, d_expert)
+            asked = problem(kernel, *sizes)
 
-            def versus(a: TileConfig, b: TileConfig, kernel: Kernel = kernel, layer: _Layer = layer
+            def versus(a: TileConfig, b: TileConfig, kernel: Kernel = kernel, layer: Step = layer
                        ) -> tuple[float, float]:
                 try:
                     calls = {"a": layer.call(kernel, a), "b": layer.call(kernel, b)}
@@ -49,8 +49,8 @@ def tune(tokens: Sequence[int], *, d_model: int, d_expert: int, num_experts: int
                     return 1.0, float("inf")
                 return times["a"], times["b"]
 
-            entry = search(problem, versus)
-            what = f"T={T} {kernel}: default {pick_tiles(problem)}"
+            entry = search(asked, versus)
+            what = f"T={T} {kernel}: default {pick_tiles(asked)}"
             if entry is None:
                 say(f"{what} stays")
             else:
@@ -59,7 +59,13 @@ def tune(tokens: Sequence[int], *, d_model: int, d_expert: int, num_experts: int
     return found
 
 
-class _Layer:
+def problem(kernel: Kernel, T: int, D: int, F: int, E: int, K: int, dtype: torch.dtype, device: torch.device
+            ) -> Problem:
+    """What the backend asks tiles for at these sizes (gated)."""
+    return Problem(kernel, cdiv(T * K, E), dtype.itemsize, True, device_family(device), D, F)
+
+
+class Step:
     """Random data of one layer, and the launches of one kernel of its training step as a call."""
 
     def __init__(self, T: int, D: int, F: int, E: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -72,7 +78,8 @@ class _Layer:
         self.experts = ExpertWeights(randn(E, 2 * F, D), randn(E, D, F), activation=SWIGLU)
         ids = torch.rand(T, E, generator=g, device=device).topk(K, -1).indices.to(torch.int32)
         self.weights = torch.rand(T, K, generator=g, device=device)
-        self.plan = TritonBackend(pick_tiles).plan(ids, E)
+        self.backend = TritonBackend()
+        self.plan = self.backend.plan(ids, E)
         self.h = randn(T * K, 2 * F)
 
     def call(self, kernel: Kernel, tile: TileConfig) -> Callable[[], object]:
