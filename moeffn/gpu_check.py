@@ -162,6 +162,36 @@ def _errors(got: Any, truth: Any) -> tuple[float, float]:
     return float((got - truth).norm()) / norm, rows / norm
 
 
+def own_router(target: Target) -> str:
+    """The backend's own router: ids of torch's operations, weights and gradients to rounding, NaN and ties included."""
+    import torch
+
+    from . import RouterConfig, backends, route
+
+    configs = [RouterConfig(num_experts=128, top_k=8, renormalize=True),
+               RouterConfig(num_experts=128, top_k=4, order="topk_score"),
+               RouterConfig(num_experts=256, top_k=8, score="sigmoid", num_groups=8, topk_groups=4, renormalize=True),
+               RouterConfig(num_experts=512, top_k=10, score="sqrtsoftplus", renormalize=True)]
+    g = torch.Generator().manual_seed(target.seed)
+    for config in configs:
+        if not backends.routes(target.backend, config.key, torch.float32):
+            return f"{target.backend} has none: torch's operations"
+        # multiples of 1/64: scores are equal or well apart, so that no rounding decides
+        logits = ((torch.randn(1000, config.num_experts, generator=g) * 128).round() / 64).to(target.device)
+        logits[7] = float("nan")
+        dweights = torch.randn(1000, config.top_k, generator=g).to(target.device)
+        found = []
+        for name in (target.backend, "torch"):
+            z = logits.clone().requires_grad_()
+            routing = route(z, config, backend=name)
+            found.append((routing.experts, routing.weights, torch.autograd.grad(routing.weights, z, dweights)[0]))
+        (ids, weights, grad), (want_ids, want_weights, want_grad) = found
+        assert torch.equal(ids, want_ids), f"{int((ids != want_ids).sum())} ids differ, {config}"
+        torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(grad, want_grad, rtol=1e-4, atol=1e-6)
+    return f"{len(configs)} routers of 1000 tokens"
+
+
 def determinism(target: Target) -> str:
     """Repeated runs are bitwise equal, forward and backward."""
     import torch
@@ -312,6 +342,7 @@ def beyond_int32(target: Target) -> str:
 
 
 CHECKS: dict[str, Callable[[Target], str]] = {
-    "error budget": error_budget, "determinism": determinism, "saved memory": saved_memory, "compile": compiles_once}
+    "error budget": error_budget, "router": own_router, "determinism": determinism, "saved memory": saved_memory,
+    "compile": compiles_once}
 GPU_CHECKS: dict[str, Callable[[Target], str]] = {
     "no host sync": no_host_sync, "CUDA graph": cuda_graph, "more than 2^31": beyond_int32}
