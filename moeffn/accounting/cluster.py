@@ -274,31 +274,31 @@ def plan_cluster(source: Any, cluster: str | Cluster, *, ranks: Sequence[int] = 
     c = find_cluster(cluster)
     chip = find_device(c.device)
     work = workload or Workload()
-    points = []
-    name = ""
-    for tokens in tokens_per_rank:
-        if tokens < 1:
-            raise ValueError(f"tokens_per_rank: expected at least 1, got {tokens}")
-        m = _read(source, work, tokens)
-        name = m.name
-        for size in ranks:
-            if size < 1:
-                raise ValueError(f"ranks: expected at least 1, got {size}")
-            points.append(_point(m, c, chip, work, size, tokens, loads, replicas))
-    return ClusterPlan(name, c.name, tuple(points))
+    for name, values in (("tokens_per_rank", tokens_per_rank), ("ranks", ranks)):
+        if not values or min(values) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {min(values, default='none')}")
+    models = {tokens: _read(source, work, tokens) for tokens in tokens_per_rank}
+    first = models[tokens_per_rank[0]]
+    spreads = {size: _spread(first.num_experts, size, loads, replicas) for size in ranks}
+    points = [_point(models[tokens], c, chip, work, size, tokens, *spreads[size])
+              for tokens in tokens_per_rank for size in ranks]
+    return ClusterPlan(first.name, c.name, tuple(points))
 
 
-def _point(m: _Model, c: Cluster, chip: Device, work: Workload, ranks: int, tokens: int,
-           loads: Sequence[float] | None, replicas: int) -> Point:
+def _spread(experts: int, ranks: int, loads: Sequence[float] | None, replicas: int) -> tuple[int, float]:
+    """Experts of the fullest rank, and its load over the mean."""
     if replicas < 0:
         raise ValueError(f"replicas: expected at least 0, got {replicas}")
-    copies = max(replicas, ranks - m.num_experts)
-    local = -(-(m.num_experts + copies) // ranks)
-    if loads is not None and len(loads) != m.num_experts:
-        raise ValueError(f"loads: expected one for each of {m.num_experts} experts, got {len(loads)}")
+    if loads is not None and len(loads) != experts:
+        raise ValueError(f"loads: expected one for each of {experts} experts, got {len(loads)}")
     if loads is not None and not all(0 <= load < inf for load in loads):
         raise ValueError("loads: expected numbers that are finite and not negative")
-    rho = imbalance([1.0] * m.num_experts if loads is None else loads, ranks, copies)
+    copies = max(replicas, ranks - experts)
+    return -(-(experts + copies) // ranks), imbalance([1.0] * experts if loads is None else loads, ranks, copies)
+
+
+def _point(m: _Model, c: Cluster, chip: Device, work: Workload, ranks: int, tokens: int, local: int,
+           rho: float) -> Point:
     step, parts = _step(m, c, chip, work, ranks, tokens, local, rho)
     exchange, error, dense, dispatch, reading, products, combine = parts
     each = work.bytes_per_weight if work.expert_bytes is None else work.expert_bytes

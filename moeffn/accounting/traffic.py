@@ -106,6 +106,18 @@ def distinct_in_trace(trace: Iterable[Sequence[int]], group_of: Sequence[int]) -
     return sum(map(len, rows)) / max(1, len(rows))
 
 
+def _copies(loads: Sequence[float], replicas: int) -> list[int]:
+    """Copies of each expert: one replica after another goes to the expert with most load a copy."""
+    copies = [1] * len(loads)
+    hottest = [(-float(load), expert) for expert, load in enumerate(loads)]
+    heapify(hottest)
+    for _ in range(replicas):
+        _, expert = hottest[0]
+        copies[expert] += 1
+        heapreplace(hottest, (-loads[expert] / copies[expert], expert))
+    return copies
+
+
 def place(loads: Sequence[float], ranks: int, replicas: int = 0) -> list[list[tuple[int, float]]]:
     """Experts on ranks, as EPLB places them: one replica after another to the expert with most load a copy, then
     copies in descending load to the least loaded rank with room. Returns (expert, load) for each rank.
@@ -125,13 +137,7 @@ def place(loads: Sequence[float], ranks: int, replicas: int = 0) -> list[list[tu
                 rank += 1
             placed[rank].append((expert, float(load)))
         return placed
-    copies = [1] * len(loads)
-    hottest = [(-float(load), expert) for expert, load in enumerate(loads)]
-    heapify(hottest)
-    for _ in range(replicas):
-        _, expert = hottest[0]
-        copies[expert] += 1
-        heapreplace(hottest, (-loads[expert] / copies[expert], expert))
+    copies = _copies(loads, replicas)
     items = sorted(((loads[e] / copies[e], e) for e in range(len(loads)) for _ in range(copies[e])), reverse=True)
     emptiest = [(0.0, rank) for rank in range(ranks)]  # a heap already
     for load, expert in items:
@@ -147,4 +153,6 @@ def imbalance(loads: Sequence[float], ranks: int, replicas: int = 0) -> float:
     total = sum(loads)
     if total <= 0:
         return 1.0
+    if ranks == len(loads) + replicas:  # one copy a rank, wherever it lies
+        return max(load / n for load, n in zip(loads, _copies(loads, replicas), strict=True)) * ranks / total
     return max(sum(load for _, load in rank) for rank in place(loads, ranks, replicas)) * ranks / total
