@@ -105,6 +105,11 @@ OWN_HEAD_DIM = {
 }
 
 
+def attention_bias(k: Keys) -> str:
+    """The projections with a bias where one flag, false when absent, is for all of them."""
+    return "qkvo" if k.flag("attention_bias", absent=False) else ""
+
+
 def heads_of(k: Keys, d: int) -> tuple[int, int, int]:
     """Query heads, key/value heads and head width; the last two derived only where the family's own code does so."""
     name = k.data.get("model_type", "")

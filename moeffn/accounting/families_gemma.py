@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .families import block, decoder, family, heads_of, tower, width_and_depth, windows
+from .families import attention_bias, block, decoder, family, heads_of, tower, width_and_depth, windows
 from .families_dense import plain
 from .ffns import dense, moe
 from .mixers import gqa
@@ -60,7 +60,7 @@ def _gemma4_text(k: Keys) -> Architecture:
     heads, kv = k.integer("num_attention_heads"), k.integer("num_key_value_heads")
     types = k.words("layer_types", layers=n, among=("full_attention", "sliding_attention"))
     alternative = k.flag("attention_k_eq_v", absent=False)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     width = k.integer("head_dim")
     if k.has("per_layer_config"):  # what newer code saves in place of the global sizes
         own = k.layer(types.index("full_attention"))
@@ -103,7 +103,7 @@ def gemma3n(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     heads, kv, width = k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim")
     shared_from = n - k.integer("num_kv_shared_layers", minimum=0)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     hidden, streams = k.each("intermediate_size", layers=n, minimum=1), k.integer("altup_num_inputs")
     inputs, rank = k.integer("hidden_size_per_layer_input"), k.integer("laurel_rank")
     around = norm(d, copies=7) + matrix("other", rank, d) + matrix("other", d, rank)  # with the low-rank residual

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .families import (
     FULL,
     LINEAR,
+    attention_bias,
     block,
     decoder,
     family,
@@ -35,14 +36,14 @@ def qwen_hybrid(k: Keys) -> Architecture:
     linear = linear_layers(k, n, "full_attention_interval")
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     recurrent = gated_delta(d, *(k.integer(f"linear_{size}") for size in sizes)) if any(linear) else None
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     gate = "query" if name != "lara_mini" and k.flag("attn_output_gate", absent=True) else ""
     full = gqa(d, heads, kv, width, bias=bias, qk_norm="head", gate=gate)
     has_experts = not name.startswith("qwen3_5") or "moe" in name
     sparse = sparse_step(k, n) if has_experts else [False] * n
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
-              shared=k.integer("shared_expert_intermediate_size", minimum=0), shared_gate=name != "lara_mini",
-              where="config.num_experts_per_tok") if any(sparse) else []
+              shared=k.integer("shared_expert_intermediate_size", minimum=0),
+              shared_gate=name != "lara_mini") if any(sparse) else []
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     norms = norm(d, copies=2)
     layers = [block("sparse" if on else "dense", recurrent if recurrent and is_linear else full, ffn if on else plain,
@@ -65,7 +66,7 @@ def minimax(k: Keys) -> Architecture:
     else:
         linear = [word in LINEAR for word in k.words("layer_types", layers=n, among=FULL + LINEAR)]
     ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
-              shared=k.integer("shared_intermediate_size", absent=0, minimum=0), where="config.num_experts_per_tok")
+              shared=k.integer("shared_intermediate_size", absent=0, minimum=0))
     layers = [block("sparse", lightning(d, heads, width) if on else gqa(d, heads, kv, width), ffn, norm(d, copies=2))
               for on in linear]
     return decoder(k, k.text("model_type"), d, layers, tied=False)
@@ -84,7 +85,7 @@ def jamba(k: Keys) -> Architecture:
     attention_at = k.integer("attn_layer_period"), k.integer("attn_layer_offset", minimum=0)
     experts_at = k.integer("expert_layer_period"), k.integer("expert_layer_offset", minimum=0)
     expert, experts = k.integer("intermediate_size"), k.integer("num_experts")
-    ffn = moe(d, expert, experts, k.integer("num_experts_per_tok"), where="config.num_experts_per_tok")
+    ffn = moe(d, expert, experts, k.integer("num_experts_per_tok"))
     layers = []
     for i in range(n):
         mixed = attention if i % attention_at[0] == attention_at[1] else state_space
@@ -131,13 +132,13 @@ def granite_hybrid(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     words = k.words("layer_types", layers=n, among=(*MAMBA, "attention", "full_attention"))
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     attention = gqa(d, heads, kv, width, bias=bias)
     state_space = _mamba2(k, d) if any(word in MAMBA for word in words) else attention
     experts = k.integer("num_local_experts", minimum=0)
     shared = k.integer("shared_intermediate_size", minimum=0)
-    ffn = (moe(d, k.integer("intermediate_size"), experts, k.integer("num_experts_per_tok"), shared=shared,
-               where="config.num_experts_per_tok") if experts else dense(d, shared))
+    ffn = (moe(d, k.integer("intermediate_size"), experts, k.integer("num_experts_per_tok"), shared=shared)
+           if experts else dense(d, shared))
     layers = [block("sparse" if experts else "dense", state_space if word in MAMBA else attention, ffn,
                     norm(d, copies=2)) for word in words]
     return decoder(k, "granitemoehybrid", d, layers, tied=False)
@@ -162,7 +163,7 @@ def bamba(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     both = name == "falcon_h1"
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     attention = gqa(d, heads, kv, width, bias=bias)
     state_space = _mamba2(k, d, norms=not both or k.flag("mamba_rms_norm", absent=False))
     ffn = dense(d, k.integer("intermediate_size"), bias=k.flag("mlp_bias", absent=False))
@@ -210,7 +211,7 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
             conv_bias=k.flag("use_conv_bias", absent=True), bias=k.flag("mamba_proj_bias", absent=False))
         return tuple(found + norm(d)), (mixer,)
     if word in FULL:
-        bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+        bias = attention_bias(k)
         found, mixer = gqa(d, *heads_of(k, d), bias=bias)
         return tuple(found + norm(d)), (mixer,)
     ffn_bias = k.flag("mlp_bias", absent=False)
@@ -220,8 +221,7 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
     latent = k.integer("moe_latent_size", absent=0, minimum=0)
     shared = k.integer("moe_shared_expert_intermediate_size", minimum=0)
     found = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), gated=False, bias=ffn_bias,
-                shared=shared * (k.integer("n_shared_experts", minimum=0) > 0), selection="buffer", latent=latent,
-                where="config.num_experts_per_tok")
+                shared=shared * (k.integer("n_shared_experts", minimum=0) > 0), selection="buffer", latent=latent)
     return tuple(found + norm(d)), ()
 
 
@@ -247,8 +247,7 @@ def lfm2(k: Keys) -> Architecture:
         hidden = -(-hidden // step) * step
     sparse = first_dense(k, n) if name == "lfm2_moe" else [False] * n
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
-              selection="buffer" if k.flag("use_expert_bias", absent=True) else "",
-              where="config.num_experts_per_tok") if any(sparse) else []
+              selection="buffer" if k.flag("use_expert_bias", absent=True) else "") if any(sparse) else []
     plain = dense(d, hidden)
     layers = [block("sparse" if on else "dense", attention if is_full else conv, ffn if on else plain, norms)
               for is_full, on in zip(full, sparse, strict=True)]
@@ -286,7 +285,7 @@ def jetmoe(k: Keys) -> Architecture:
     found = (matrix("attention", inner, d, copies=experts, used=top_k)
              + matrix("attention", d, inner, copies=experts, used=top_k)
              + matrix("attention", 2 * inner, d) + matrix("router", experts, d) + [Weight("attention", (d,), "bias")])
-    ffn = moe(d, k.integer("intermediate_size"), experts, top_k, where="config.num_experts_per_tok")
+    ffn = moe(d, k.integer("intermediate_size"), experts, top_k)
     layer = block("sparse", (found, mixer), [*ffn, Weight("routed", (d,), "bias")], norm(d, copies=2))
     return decoder(k, "jetmoe", d, [layer] * n, tied=True)
 
@@ -297,14 +296,14 @@ def cohere(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     sparse = [False] * n
     ffn: list[Weight] = []
     if name == "cohere2_moe":
         sparse = first_dense(k, n)
         expert = k.integer("intermediate_size")
         ffn = moe(d, expert, k.integer("num_experts"), k.integer("num_experts_per_tok"),
-                  shared=expert * k.integer("num_shared_experts", minimum=0), where="config.num_experts_per_tok")
+                  shared=expert * k.integer("num_shared_experts", minimum=0))
     hidden = "prefix_dense_intermediate_size" if k.has("prefix_dense_intermediate_size") else "intermediate_size"
     plain = dense(d, k.integer(hidden)) if not all(sparse) else []
     qk_norm = "heads" if name == "cohere" and k.flag("use_qk_norm", absent=False) else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isqrt
 
-from .families import block, decoder, family, first_dense, shared_width, tower, width_and_depth
+from .families import attention_bias, block, decoder, family, first_dense, shared_width, tower, width_and_depth
 from .families_sparse import indexed
 from .ffns import dense, moe
 from .mixers import Mixed, gated_delta, gqa, hyper, indexer, kimi_delta, mla
@@ -18,8 +18,7 @@ def _experts(k: Keys, d: int, sparse: list[bool], selection: str = "buffer") -> 
     """The mixture of the sparse layers and the FFN of the others."""
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"),
-              shared=shared_width(k, expert, sparse), selection=selection,
-              where="config.num_experts_per_tok") if any(sparse) else []
+              shared=shared_width(k, expert, sparse), selection=selection) if any(sparse) else []
     return ffn, dense(d, k.integer("intermediate_size")) if not all(sparse) else []
 
 
@@ -150,15 +149,14 @@ def qwen4_exp(k: Keys) -> Architecture:
     streams = k.integer("hc_count")
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     recurrent = gated_delta(d, *(k.integer(f"linear_{size}") for size in sizes))
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     found, mixer = gqa(d, k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim"),
                        bias=bias, qk_norm="head", gate="query")
     width = k.integer("indexer_head_dim")
     heads = k.integer("indexer_n_heads") + k.integer("indexer_kv_heads")
     found += matrix("attention", heads * width, d) + norm(width, copies=2)
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
-              shared=k.integer("shared_expert_intermediate_size"), shared_gate=True,
-              where="config.num_experts_per_tok")
+              shared=k.integer("shared_expert_intermediate_size"), shared_gate=True)
     wide, rank = streams * d, k.integer("hc_lowrank")
     mix = norm(wide) + matrix("other", rank, wide) + matrix("other", wide, rank)
     around = (mix + matrix("other", streams, wide)) * 2
@@ -198,7 +196,7 @@ def inkling(k: Keys) -> Architecture:
     expert = k.integer("moe_intermediate_size")
     shared = k.integer("n_shared_experts", minimum=0)
     ffn = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), selection="buffer",
-              shared=expert * shared, where="config.num_experts_per_tok")
+              shared=expert * shared)
     ffn += [Weight("router", (shared, d), "matrix"), Weight("router", (1,), "filter")]
     plain = [*dense(d, k.integer("intermediate_size")), Weight("dense", (1,), "filter")] if not all(sparse) else []
     layers = []
@@ -230,7 +228,7 @@ def inkling2(k: Keys) -> Architecture:
         passes, low = k.integer("loop_num_passes"), k.integer("loop_gate_rank")
         message = (matrix("other", low, 2 * d) + matrix("other", d, low) * 2) * 4
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("n_routed_experts"), k.integer("num_experts_per_tok"),
-              selection="buffer", where="config.num_experts_per_tok")
+              selection="buffer")
     layers: list[Layer] = []
     for i, word in enumerate(words):
         full = word == "hybrid"

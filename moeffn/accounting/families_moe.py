@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .families import (
+    attention_bias,
     block,
     decoder,
     family,
@@ -28,7 +29,7 @@ def every_layer(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     qk_norm = "full" if name in ("olmoe", "flex_olmo", "minimax_m2") else ""
     expert, experts = k.integer("intermediate_size"), k.integer("num_local_experts", "num_experts", "moe_num_experts")
     shared = expert * k.integer("moe_num_shared_experts", minimum=0) if name == "aria_text" else 0
@@ -36,7 +37,7 @@ def every_layer(k: Keys) -> Architecture:
         shared = k.integer("shared_intermediate_size", absent=0, minimum=0)
     norm_bias = name in ("phimoe", "grinmoe")
     ffn = moe(d, expert, experts, k.integer("num_experts_per_tok", "moe_topk"), shared=shared,
-              selection="buffer" if name == "minimax_m2" else "", where="config.num_experts_per_tok")
+              selection="buffer" if name == "minimax_m2" else "")
     layers = [
         block("sparse", gqa(d, heads, kv, width, bias=bias, qk_norm=qk_norm, sinks=name == "granitemoe_swa",
                             window=window), ffn, norm(d, norm_bias, 2))
@@ -55,13 +56,12 @@ def qwen(k: Keys) -> Architecture:
     if second:
         bias = "qkv" if k.flag("qkv_bias", absent=True) else ""
     else:
-        bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+        bias = attention_bias(k)
     sparse = first_dense(k, n) if name == "mellum" and k.has("mlp_layer_types") else sparse_step(k, n)
     experts = k.integer("num_experts", "num_local_experts")
     ffn = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"),
               shared=k.integer("shared_expert_intermediate_size", minimum=0) if second or name == "flint" else 0,
-              shared_gate=second,
-              where="config.num_experts_per_tok")
+              shared_gate=second)
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [
         block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, qk_norm="" if second else "head",
@@ -79,8 +79,7 @@ def gpt_oss(k: Keys) -> Architecture:
     heads, kv, width = heads_of(k, d)
     bias = "qkvo" if k.flag("attention_bias", absent=True) else ""
     ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"),
-              k.integer("num_experts_per_tok", "experts_per_token"), bias=True, router_bias=True,
-              where="config.num_experts_per_tok")
+              k.integer("num_experts_per_tok", "experts_per_token"), bias=True, router_bias=True)
     layers = [block("sparse", gqa(d, heads, kv, width, bias=bias, sinks=True, window=window), ffn, norm(d, copies=2))
               for window in windows(k, n)]
     return decoder(k, k.text("model_type"), d, layers, tied=False)
@@ -103,7 +102,7 @@ def llama4(k: Keys) -> Architecture:
     k = tower(k)
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     if k.has("moe_layers"):
         chosen = set(k.indices("moe_layers"))
         sparse = [i in chosen for i in range(n)]
@@ -111,8 +110,7 @@ def llama4(k: Keys) -> Architecture:
         step = k.integer("interleave_moe_layer_step")
         sparse = [(i + 1) % step == 0 for i in range(n)]
     width_expert = k.integer("intermediate_size")
-    ffn = moe(d, width_expert, k.integer("num_local_experts"), k.integer("num_experts_per_tok"), shared=width_expert,
-              where="config.num_experts_per_tok")
+    ffn = moe(d, width_expert, k.integer("num_local_experts"), k.integer("num_experts_per_tok"), shared=width_expert)
     plain = dense(d, k.integer("intermediate_size_mlp")) if not all(sparse) else []
     layers = [block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, window=window),
                     ffn if on else plain, norm(d, copies=2))
@@ -150,7 +148,7 @@ def hunyuan(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     qk_norm = "head" if k.flag("use_qk_norm", absent=True) else ""
     experts = k.each("num_experts", layers=n, minimum=1)
     top_k = k.each("moe_topk", "num_experts_per_tok", layers=n, minimum=1)
@@ -215,8 +213,8 @@ def grouped(k: Keys) -> Architecture:
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("n_routed_experts", "num_experts", "num_local_experts"),
               k.integer("num_experts_per_tok", "num_experts_per_token", "top_k"),
-              shared=0 if name in WITHOUT_SHARED else shared_width(k, expert, sparse), selection=selection,
-              where="config.num_experts_per_tok") if any(sparse) else []
+              shared=0 if name in WITHOUT_SHARED else shared_width(k, expert, sparse),
+              selection=selection) if any(sparse) else []
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     per_layer = k.each("num_attention_heads_per_layer", layers=n, absent=heads) if name == "laguna" else [heads] * n
     layers = []

@@ -5,7 +5,7 @@ Gemma 3 and 4, whose published sizes include the vision tower, are in `families_
 
 from __future__ import annotations
 
-from .families import FAMILIES, block, decoder, family, heads_of, tower
+from .families import FAMILIES, attention_bias, block, decoder, family, heads_of, tower
 from .ffns import dense, moe
 from .mixers import gqa
 from .reader import Keys
@@ -77,9 +77,9 @@ def muse_spark(k: Keys) -> Architecture:
     sparse = [word == "sparse" for word in k.words("mlp_layer_types", layers=n, among=("dense", "sparse"))]
     latent = k.integer("moe_hidden_size")
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
-              latent=latent, selection="buffer", where="config.num_experts_per_tok") + norm(latent, copies=2)
+              latent=latent, selection="buffer") + norm(latent, copies=2)
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
-    mixed = gqa(d, *heads_of(k, d), bias="qkvo" if k.flag("attention_bias", absent=False) else "", gate="channels")
+    mixed = gqa(d, *heads_of(k, d), bias=attention_bias(k), gate="channels")
     around = norm(d, copies=3) + [Weight("other", (d,), "filter")] * 2
     layers = [block("sparse" if on else "dense", mixed, ffn if on else plain, around) for on in sparse]
     return decoder(k, "muse_spark", d, layers, tied=False)

@@ -37,7 +37,7 @@ def deepseek_v4(k: Keys) -> Architecture:
     for i, kind in enumerate(kinds):
         found, mixer = _v4_attention(k, d, kind)
         found += hyper(maps, streams * d, 3, "attention")
-        ffn = moe(*sizes, shared=shared, selection="" if i < hashed else "buffer", where="config.num_experts_per_tok")
+        ffn = moe(*sizes, shared=shared, selection="" if i < hashed else "buffer")
         ffn += hyper(maps, streams * d, 3, "dense")
         layers.append(block("sparse", (found, mixer), ffn, norm(d, copies=2)))
     if k.data.get("num_nextn_predict_layers"):
@@ -81,8 +81,7 @@ def zaya(k: Keys) -> Architecture:
     found += [Weight("attention", (rows, 1, taps[0]), "filter"), Weight("attention", (rows, width, taps[1]), "filter"),
               *[Weight("attention", (rows,), "filter")] * 2, Weight("attention", (kv,), "filter")]
     experts, inner = k.integer("num_experts"), k.integer("router_hidden_size")
-    chosen = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"), idle=1,
-                 where="config.num_experts_per_tok")
+    chosen = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"), idle=1)
     chosen = [w for w in chosen if w.part != "router"] + matrix("router", inner, d, True) + norm(inner)
     chosen += matrix("router", inner, inner, True) * 2 + matrix("router", experts + 1, inner)
     chosen.append(Weight("router", (experts + 1,), "buffer"))
@@ -119,8 +118,7 @@ def paper(k: Keys) -> Architecture:
         sparse = first_dense(k, n, absent=0)
         shared = k.integer("n_shared_experts", absent=0, minimum=0)
         ffn = moe(d, hidden, experts, k.integer("num_experts_per_tok"), gated=gated, bias=bias,
-                  shared=shared * k.integer("shared_intermediate", minimum=0) if shared else 0,
-                  where="config.num_experts_per_tok")
+                  shared=shared * k.integer("shared_intermediate", minimum=0) if shared else 0)
         plain = dense(d, k.integer("dense_intermediate"), gated=gated, bias=bias) if not all(sparse) else []
     else:
         sparse, ffn, plain = [False] * n, [], dense(d, hidden, gated=gated, bias=bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .families import FULL, LINEAR, block, decoder, family, heads_of, width_and_depth
+from .families import FULL, LINEAR, attention_bias, block, decoder, family, heads_of, width_and_depth
 from .ffns import dense
 from .mixers import Mixed, gqa, mamba1, mamba2
 from .reader import Keys
@@ -66,7 +66,7 @@ def olmo_hybrid(k: Keys) -> Architecture:
     """Gated DeltaNet without grouping of heads, and attention with norms behind it as in OLMo 2."""
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    bias = "qkvo" if k.flag("attention_bias", absent=False) else ""
+    bias = attention_bias(k)
     full = gqa(d, heads, kv, width, bias=bias, qk_norm="full")
     keys, values = k.integer("linear_num_key_heads"), k.integer("linear_num_value_heads")
     key, value = keys * k.integer("linear_key_head_dim"), values * k.integer("linear_value_head_dim")

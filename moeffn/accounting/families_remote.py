@@ -44,8 +44,7 @@ def minicpm(k: Keys) -> Architecture:
     if not k.has("num_experts"):
         return plain(k)
     d, n = width_and_depth(k)
-    ffn = moe(d, k.integer("intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
-              where="config.num_experts_per_tok")
+    ffn = moe(d, k.integer("intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"))
     layer = block("sparse", gqa(d, *heads_of(k, d)), ffn, norm(d, copies=2))
     return decoder(k, "minicpm", d, [layer] * n, tied=True)
 
@@ -91,8 +90,7 @@ def grok2(k: Keys) -> Architecture:
     if not k.has("residual_moe"):
         raise ValueError("config.model_type: no weight table for 'git' without `residual_moe`, which tells Grok-2")
     d, n = width_and_depth(k)
-    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
-              where="config.num_experts_per_tok")
+    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"))
     if k.flag("residual_moe"):
         ffn = ffn + dense(d, k.integer("intermediate_size"))
     mixed = gqa(d, k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim"))

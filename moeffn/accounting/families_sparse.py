@@ -58,7 +58,7 @@ def latent(k: Keys) -> Architecture:
     if any(sparse):
         expert = k.integer("moe_intermediate_size")
         ffn = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"),
-                  shared=shared_width(k, expert, sparse), selection=selection, where="config.num_experts_per_tok")
+                  shared=shared_width(k, expert, sparse), selection=selection)
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [block("sparse" if on else "dense", (found + look * own, mixer), ffn if on else plain,
                     norm(d, copies=2 + (after and on))) for own, on in zip(indexed(k, n), sparse, strict=True)]
@@ -82,8 +82,7 @@ def minimax_m3(k: Keys) -> Architecture:
         indexed = [bool(v) for v in index.each("sparse_attention_freq", layers=n)]
     sparse = first_dense(k, n)
     ffn = moe(d, k.integer("intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"),
-              shared=k.integer("shared_intermediate_size", minimum=0), selection="buffer",
-              where="config.num_experts_per_tok")
+              shared=k.integer("shared_intermediate_size", minimum=0), selection="buffer")
     plain = dense(d, k.integer("dense_intermediate_size")) if not all(sparse) else []
     found, mixer = gqa(d, heads, kv, width, qk_norm="head")
     chooser = []
@@ -117,7 +116,7 @@ def step(k: Keys) -> Architecture:
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("n_routed_experts", "moe_num_experts", "num_experts"),
               k.integer("num_experts_per_tok", "moe_top_k"), selection="buffer",
-              shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0), where="config.num_experts_per_tok")
+              shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0))
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     window = k.integer("sliding_window", absent=0, minimum=0) or None
     layers = []

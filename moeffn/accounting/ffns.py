@@ -16,7 +16,7 @@ def dense(d: int, width: int, *, gated: bool = True, bias: bool = False, part: s
 
 def moe(d: int, width: int, experts: int, top_k: int, *, gated: bool = True, bias: bool = False, shared: int = 0,
         shared_bias: bool = False, shared_gate: bool = False, router_bias: bool = False, selection: str = "",
-        idle: int = 0, latent: int = 0, where: str = "config") -> list[Weight]:
+        idle: int = 0, latent: int = 0, where: str = "config.num_experts_per_tok") -> list[Weight]:
     """A mixture of `experts` experts of `width`, `top_k` a token, beside shared experts of `shared` width in all.
 
     selection: "" none, "buffer" or "parameter": the bias of an auxiliary-loss-free router, one value an expert.

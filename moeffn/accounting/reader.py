@@ -67,21 +67,19 @@ class Keys:
             raise ValueError(f"{self.where}.{name}: expected {layers} entries, one for each layer, got {len(value)}")
         return [self._integer(f"{name}[{i}]", v, minimum) for i, v in enumerate(value)]
 
-    def flag(self, *names: str, absent: Any = REQUIRED) -> bool:
+    def _typed(self, names: tuple[str, ...], absent: Any, kind: type, label: str) -> Any:
         name, value = self._find(names, absent)
         if value is None:
             return absent
-        if not isinstance(value, bool):
-            raise TypeError(f"{self.where}.{name}: expected true or false, got {type(value).__name__} {value!r}")
+        if not isinstance(value, kind):
+            raise TypeError(f"{self.where}.{name}: expected {label}, got {type(value).__name__} {value!r}")
         return value
 
+    def flag(self, *names: str, absent: Any = REQUIRED) -> bool:
+        return self._typed(names, absent, bool, "true or false")
+
     def text(self, *names: str, absent: Any = REQUIRED) -> str:
-        name, value = self._find(names, absent)
-        if value is None:
-            return absent
-        if not isinstance(value, str):
-            raise TypeError(f"{self.where}.{name}: expected a string, got {type(value).__name__} {value!r}")
-        return value
+        return self._typed(names, absent, str, "a string")
 
     def words(self, *names: str, layers: int, among: Iterable[str]) -> list[str]:
         """A word for every layer, each one of `among`."""
