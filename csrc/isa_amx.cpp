@@ -1,5 +1,6 @@
 #define MOEFFN_NS amx
 #define MOEFFN_WIDTH 16
+#define MOEFFN_STREAM_AHEAD 2048
 #include <type_traits>
 
 #include "kernels.h"

@@ -28,6 +28,13 @@ constexpr int64_t kLaneBlock = 128;
 constexpr int64_t kLaneBlock = 256;
 #endif
 
+// Bytes that the dot form asks for ahead in each stream. On processors with AMX 2 KiB bring decoding from 26 to 30 GB/s
+// (10 to 18 % off T = 1 and 4); on Zen 4 any distance costs 3 to 15 %.
+#ifndef MOEFFN_STREAM_AHEAD
+#define MOEFFN_STREAM_AHEAD 0
+#endif
+constexpr int64_t kStreamAhead = MOEFFN_STREAM_AHEAD;
+
 // Multiplies floats; weights of any dtype are widened when they are loaded.
 struct FloatLane {
   using Elem = float;
@@ -202,6 +209,8 @@ static void dot_kernel(const float* tile, int64_t stride, const WT* const* rows,
   const float* x = tile;
   for (int64_t k = 0; k < full; k += step, x += W) {
     const vf w[kStreams] = {L::lanes(r0 + k), L::lanes(r1 + k), L::lanes(r2 + k), L::lanes(r3 + k)};
+    if constexpr (kStreamAhead > 0)
+      for (const WT* r : {r0, r1, r2, r3}) __builtin_prefetch(reinterpret_cast<const char*>(r + k) + kStreamAhead);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const vf a = load(x + m * stride);
