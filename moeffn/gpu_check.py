@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from . import checks
+from .cli.check_data import Target, errors, problem, run
+from .cli.check_device import GPU_CHECKS
 
 
 def register(app: typer.Typer) -> None:
@@ -33,24 +34,6 @@ def register(app: typer.Typer) -> None:
             checks.one_of("--device", device or "cpu", ("cpu", "cuda"))
             raise typer.Exit(0 if commands.check(device=device or "cpu") else 1)
         raise typer.Exit(1 if run_checks(device or "cuda", backend, seed, typer.echo) else 0)
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where and what is checked: a torch device, a resolved backend name, and the seed."""
-
-    device: Any
-    backend: str
-    seed: int
-
-    @property
-    def dtypes(self) -> list[Any]:
-        import torch
-
-        from . import backends
-
-        every = (torch.bfloat16, torch.float16, torch.float32)
-        return [d for d in every if backends.available(self.backend, self.device, d) is None]
 
 
 def run_checks(device: str, backend: str, seed: int, say: Callable[[str], object]) -> list[str]:
@@ -90,42 +73,6 @@ def _describe(device: Any) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _problem(target: Target, T: int, D: int, F: int, E: int, K: int, dtype: Any, seed: int = 0,
-             bias: bool = False) -> tuple[dict[str, Any], Any]:
-    """Unit-variance leaves (x, weights, w_in, w_out[, b_in, b_out]) on the device, and ids (T, K) with some -1."""
-    import torch
-
-    g = torch.Generator().manual_seed(target.seed * 1000 + seed)
-
-    def randn(*shape: int, scale: float = 1.0) -> Any:
-        return (torch.randn(*shape, generator=g) * scale).to(target.device, dtype).requires_grad_()
-
-    leaves = {"x": randn(T, D), "w_in": randn(E, 2 * F, D, scale=D**-0.5), "w_out": randn(E, D, F, scale=F**-0.5)}
-    if bias:
-        leaves |= {"b_in": randn(E, 2 * F), "b_out": randn(E, D)}
-    leaves["weights"] = torch.rand(T, K, generator=g).to(target.device).requires_grad_()
-    skew = torch.rand(E, generator=g) * 2  # some experts are popular, some idle
-    ids = (torch.rand(T, E, generator=g) + skew).topk(K, -1).indices.to(torch.int32)
-    ids = torch.where(torch.rand(T, K, generator=g) < 0.05, -1, ids).to(torch.int32)
-    return leaves, ids.to(target.device)
-
-
-def _run(leaves: dict[str, Any], ids: Any, backend: str, dtype: Any = None) -> dict[str, Any]:
-    """y and every gradient, for an upstream gradient that depends on the shape alone."""
-    import torch
-
-    from . import ExpertWeights, Routing, moe_ffn
-
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    own = {n: t.detach().to(t.dtype if dtype is None else wide if n == "weights" else dtype).requires_grad_()
-           for n, t in leaves.items()}
-    ew = ExpertWeights(own["w_in"], own["w_out"], own.get("b_in"), own.get("b_out"))
-    y = moe_ffn(own["x"], Routing(ids, own["weights"]), ew, backend=backend)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y)
-    y.backward(dy)
-    return {"y": y.detach(), **{n: t.grad for n, t in own.items()}}
-
-
 def error_budget(target: Target) -> str:
     """Frobenius and worst-row error of y and every gradient, at most twice those of torch in the same dtype."""
     import torch
@@ -134,32 +81,22 @@ def error_budget(target: Target) -> str:
     worst = 0.0
     big = target.device.type == "cuda"
     for dtype in target.dtypes:
-        for i in range(6 if big else 2):
+        for i in range(4 if big else 2):
             top = 3000 if big else 40
             T, D, F = (int(torch.randint(1, n, (), generator=g)) for n in (top, top // 4, top // 4))
             E = int(torch.randint(2, 64 if big else 8, (), generator=g))
             K = int(torch.randint(1, min(E, 8) + 1, (), generator=g))
-            leaves, ids = _problem(target, T, D, F, E, K, dtype, i, bias=i % 2 == 1)
-            truth = _run(leaves, ids, "torch", torch.float64)
-            plain, got = _run(leaves, ids, "torch"), _run(leaves, ids, target.backend)
+            leaves, ids = problem(target, T, D, F, E, K, dtype, i, bias=i % 2 == 1)
+            truth = run(leaves, ids, "torch", torch.float64)
+            plain, got = run(leaves, ids, "torch"), run(leaves, ids, target.backend)
             for name in got:
-                pair = _errors(got[name], truth[name]), _errors(plain[name], truth[name])
+                pair = errors(got[name], truth[name]), errors(plain[name], truth[name])
                 for mine, theirs in zip(*pair, strict=True):
                     allowed = 2 * theirs + torch.finfo(dtype).eps
                     worst = max(worst, mine / allowed)
                     assert mine <= allowed, (f"{name}, {dtype}, T={T} D={D} F={F} E={E} K={K}: error {mine:.3g}, "
                                              f"torch {theirs:.3g}")
     return f"worst error is {worst:.2f} of the budget over {len(target.dtypes)} dtypes"
-
-
-def _errors(got: Any, truth: Any) -> tuple[float, float]:
-    got, truth = (t.double().reshape(-1, t.shape[-1]) for t in (got, truth))
-    assert bool(got.isfinite().all()), "not finite"
-    norm = float(truth.norm())
-    if norm == 0:
-        return (float(got.norm()),) * 2
-    rows = float((got - truth).norm(dim=1).max()) * truth.shape[0] ** 0.5
-    return float((got - truth).norm()) / norm, rows / norm
 
 
 def own_router(target: Target) -> str:
@@ -197,10 +134,10 @@ def determinism(target: Target) -> str:
     import torch
 
     times = 20 if target.device.type == "cuda" else 3
-    leaves, ids = _problem(target, 300, 64, 48, 8, 4, target.dtypes[0])
-    first = _run(leaves, ids, target.backend)
+    leaves, ids = problem(target, 300, 64, 48, 8, 4, target.dtypes[0])
+    first = run(leaves, ids, target.backend)
     for _ in range(times):
-        again = _run(leaves, ids, target.backend)
+        again = run(leaves, ids, target.backend)
         for name in first:
             assert torch.equal(first[name], again[name]), f"{name} differs between two runs"
     return f"{times + 1} runs bitwise equal"
@@ -214,7 +151,7 @@ def saved_memory(target: Target) -> str:
 
     T, D, F, E, K = 256, 64, 32, 8, 4
     dtype = target.dtypes[0]
-    leaves, ids = _problem(target, T, D, F, E, K, dtype)
+    leaves, ids = problem(target, T, D, F, E, K, dtype)
     ew = ExpertWeights(leaves["w_in"], leaves["w_out"])
     routing = Routing(ids, leaves["weights"])
     held: dict[int, int] = {}
@@ -256,93 +193,50 @@ def compiles_once(target: Target) -> str:
     return f"{count} compilations for 10 token counts"
 
 
-def no_host_sync(target: Target) -> str:
-    """Forward and backward of the layer with torch.cuda.set_sync_debug_mode("error")."""
-    import torch
+GOLDEN = ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama4", "nemotron_h", "step3p7", "mixtral", "dbrx")
+"""Families whose routers, activations, biases and layouts differ; all of them are in the tests."""
 
-    from . import MoEConfig, MoEFFN
 
-    layer = MoEFFN(MoEConfig(d_model=256, d_expert=128, num_experts=16, top_k=4), backend=target.backend)
-    layer = layer.to(target.device, target.dtypes[0])
-    x = torch.randn(512, 256, device=target.device, dtype=target.dtypes[0], requires_grad=True)
-    layer(x).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+def golden_families(target: Target) -> str:
+    """Blocks of transformers with recorded results, their experts replaced: y and gradients in float32 as recorded."""
+    import sys
+    from pathlib import Path
+
+    tests = Path(__file__).parent.parent / "tests"
+    if not (tests / "data" / "golden").is_dir():
+        return "skipped: needs a checkout, whose tests hold the recorded results"
+    sys.path.insert(0, str(tests))
     try:
-        layer(x).sum().backward()
+        import hf_golden as golden
+    except ImportError as error:
+        return f"skipped: {error}"
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return "forward and backward"
-
-
-def cuda_graph(target: Target) -> str:
-    """One captured forward + backward, replayed on other tokens and routings, equals the eager run bit for bit."""
+        sys.path.remove(str(tests))
     import torch
 
-    from . import MoEConfig, MoEFFN
+    from .integrations.transformers import replace_ffn
 
-    dtype = target.dtypes[0]
-    layer = MoEFFN(MoEConfig(d_model=256, d_expert=128, num_experts=16, top_k=4), backend=target.backend)
-    layer = layer.to(target.device, dtype)
-    static = torch.randn(512, 256, device=target.device, dtype=dtype, requires_grad=True)
-
-    def step() -> list[Any]:
-        y = layer(static)
-        return [y, *torch.autograd.grad(y.float().square().sum(), [static, *layer.parameters()])]
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for i in range(3):
-        with torch.no_grad():
-            static.copy_(torch.randn(512, 256, generator=torch.Generator().manual_seed(i)))
-        graph.replay()
-        for mine, truth in zip(captured, step(), strict=True):
-            assert torch.equal(mine, truth), "a replay differs from the eager run"
-    return "forward + backward captured, 3 replays equal"
-
-
-def beyond_int32(target: Target) -> str:
-    """Weights, rows and gradients of more than 2^31 elements: the last expert's answer and gradient are right."""
-    import torch
-
-    from . import ExpertWeights, Routing, moe_ffn
-
-    E, F, D, T = 513, 1024, 2048, 64
-    dtype = target.dtypes[0]
-    free = torch.cuda.mem_get_info(target.device)[0]
-    if free < 24 * 2**30:
-        return f"skipped: needs 24 GiB, {free / 2**30:.0f} are free"
-    w_in = torch.zeros(E, 2 * F, D, device=target.device, dtype=dtype)
-    w_out = torch.zeros(E, D, F, device=target.device, dtype=dtype)
-    g = torch.Generator(target.device).manual_seed(target.seed)
-    w_in[-1].normal_(generator=g).mul_(D**-0.5)
-    w_out[-1].normal_(generator=g).mul_(F**-0.5)
-    assert w_in.numel() > 2**31
-    x = torch.randn(T, D, device=target.device, generator=g).to(dtype)
-    ids = torch.full((T, 1), E - 1, dtype=torch.int32, device=target.device)
-    weights = torch.ones(T, 1, device=target.device)
-    for t in (w_in, w_out):
-        t.requires_grad_()
-    moe_ffn(x, Routing(ids, weights), ExpertWeights(w_in, w_out), backend=target.backend).sum().backward()
-    small = [w[-1:].detach().clone().requires_grad_() for w in (w_in, w_out)]
-    y = moe_ffn(x, Routing(torch.zeros_like(ids), weights), ExpertWeights(*small), backend=target.backend)
-    y.sum().backward()
-    for big, one in zip((w_in, w_out), small, strict=True):
-        assert big.grad is not None and one.grad is not None
-        assert torch.equal(big.grad[-1], one.grad[0]), "gradient of the last expert"
-        assert not bool(big.grad[:-1].any()), "gradient of an expert without rows"
-    return f"w_in of {w_in.numel()} elements"
+    worst = 0.0
+    for family in GOLDEN:
+        want = golden.tensors(family)
+        block = golden.block(family).to(target.device)
+        report = replace_ffn(block, backend=target.backend)
+        assert report.replaced and not report.left, f"{family}: not replaced"
+        x = want["in.x"].clone().to(target.device).requires_grad_()
+        y = golden.run(block, family, torch.float32, x)
+        y.backward(want["in.g"].to(target.device).reshape(y.shape))
+        pairs = {"y": (y, want["f32.out"]), "x": (x.grad, want["f32.grad_x"])}
+        parameters = dict(block.named_parameters())
+        for key in (k for k in want if k.startswith("f32.grad_router.")):
+            name = key.removeprefix("f32.grad_router.")
+            pairs[name] = parameters[name].grad, want[key]
+        for name, (got, recorded) in pairs.items():
+            far = golden.relative(got.cpu().reshape(recorded.shape), recorded)
+            worst = max(worst, far)
+            assert far <= 2e-5, f"{family}, {name}: relative error {far:.3g} of what was recorded"
+    return f"{len(GOLDEN)} families, worst error {worst:.1e}"
 
 
 CHECKS: dict[str, Callable[[Target], str]] = {
-    "error budget": error_budget, "router": own_router, "determinism": determinism, "saved memory": saved_memory,
-    "compile": compiles_once}
-GPU_CHECKS: dict[str, Callable[[Target], str]] = {
-    "no host sync": no_host_sync, "CUDA graph": cuda_graph, "more than 2^31": beyond_int32}
+    "error budget": error_budget, "golden families": golden_families, "router": own_router, "determinism": determinism,
+    "saved memory": saved_memory, "compile": compiles_once}

@@ -64,9 +64,9 @@ def run(built: nn.Module, family: str, dtype: torch.dtype, x: Tensor | None = No
     x = given["in.x"].to(dtype) if x is None else x
     extra = {}
     if "in.input_ids" in given:
-        extra["input_ids"] = given["in.input_ids"]
+        extra["input_ids"] = given["in.input_ids"].to(x.device)
     if "in.router_states" in given:
-        extra["prev_router_hidden_states"] = given["in.router_states"].to(dtype)
+        extra["prev_router_hidden_states"] = given["in.router_states"].to(x.device, dtype)
     out = built(x, **extra)
     out = out[0] if isinstance(out, tuple) else out
     return out.reshape(-1, out.shape[-1])

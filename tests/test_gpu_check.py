@@ -1,11 +1,14 @@
 """`moeffn check` on a CPU: its checks pass on a right backend, fail on a wrong one, and refuse without a GPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
 from moeffn import backends, gpu_check
+from moeffn.cli import check_device
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `moeffn check --device cuda`")
 
@@ -40,6 +43,21 @@ def test_a_wrong_backend_is_found(name, monkeypatch):
     finally:
         backends.get.cache_clear()
         backends.available.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_the_check_of_big_tensors_is_right_about_small_ones(backend):
+    target = gpu_check.Target(torch.device("cpu"), backends.resolve(backend, torch.device("cpu"), torch.float32), 0)
+    for sizes in ({"E": 9, "others": 0}, {"E": 4, "others": 50}):
+        assert check_device.last_expert(target, F=24, D=16, **sizes) == (sizes["E"] * 48 * 16,
+                                                                         (sizes["others"] + 64) * 48)
+
+
+def test_golden_families_are_compared_where_the_recordings_are(monkeypatch):
+    target = gpu_check.Target(torch.device("cpu"), "torch", 0)
+    said = gpu_check.golden_families(target)
+    checkout = (Path(gpu_check.__file__).parent.parent / "tests" / "data" / "golden").is_dir()
+    assert said.startswith(f"{len(gpu_check.GOLDEN)} families" if checkout else "skipped: needs a checkout")
 
 
 @without_gpu
