@@ -56,7 +56,7 @@ def sanitized():
     seen = {"lanes": 0}
 
     def check(pointers, mask):
-        at = pointers.data[np.broadcast_to(mask.data.astype(bool), pointers.data.shape)].astype(np.int64)
+        at = pointers.data[np.broadcast_to(np.asarray(mask.data).astype(bool), pointers.data.shape)].astype(np.int64)
         size = pointers.get_element_ty().primitive_bitwidth // 8
         inside = np.zeros(at.shape, dtype=bool)
         for low, high in spans:
