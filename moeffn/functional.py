@@ -63,6 +63,28 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     return y.to(out_dtype).reshape(x.shape)
 
 
+def moe_with_shared(x: Tensor, routing: Routing, weights: ExpertWeights, shared: ExpertWeights, gate: Tensor | None, *,
+                    backend: str = "auto") -> Tensor | None:
+    """Routed experts plus a shared one (E = 1; `gate` (T,) scales it), x (T, D) -> (T, D), in one call of the backend.
+
+    None where the backend has no such call or a gradient, a trace or another dtype is asked for; never an error: what
+    is wrong with the arguments is for `moe_ffn` to say.
+    """
+    tensors = (x, routing.weights, *(t for ew in (weights, shared) for _, t in ew.named_tensors()))
+    if not (backends.plain_inference(*tensors) and routing.identity_weights is None and x.shape[-1] == weights.d_model
+            and routing.num_tokens == x.shape[0] and x.device == weights.w_in.device
+            and x.dtype == weights.w_in.dtype == shared.w_in.dtype and _compute_dtype(x, weights)[0] == x.dtype):
+        return None
+    name = backends.resolve(backend, x.device, x.dtype)
+    impl = backends.get(name)
+    if not hasattr(impl, "moe"):
+        return None
+    global _last_backend
+    _last_backend = name
+    return impl.moe(x, routing.experts, routing.weights, weights, apply_to=routing.apply_to, shared=shared,
+                    shared_gate=gate)
+
+
 def expert_ffn(rows: Tensor, offsets: Tensor, weights: ExpertWeights, *, row_weights: Tensor | None = None,
                backend: str = "auto") -> Tensor:
     """Experts on rows that are already grouped: rows (R, D), offsets (E+1,) int32 -> (R, D).
@@ -139,7 +161,7 @@ def _compute_dtype(x: Tensor, weights: ExpertWeights) -> tuple[torch.dtype, Tens
 
 
 def _run(x: Tensor, routing: Routing, ew: ExpertWeights, backend: str, buffers: Grads | None) -> Tensor:
-    if _plain_inference(x, routing.weights, ew):
+    if backends.plain_inference(x, routing.weights, *(t for _, t in ew.named_tensors())):
         global _last_backend
         impl = backends.get(backend)
         _last_backend = backend
@@ -160,18 +182,6 @@ def _run_planned(x: Tensor, plan: Plan, weights: Tensor, ew: ExpertWeights, appl
     y, _ = _forward_op(x, weights, plan.offsets, plan.slot_of_row, plan.row_of_slot, ew.w_in, ew.w_out, ew.b_in,
                        ew.b_out, *held, _encode(ew, apply_to), backend, save)
     return y
-
-
-def _plain_inference(x: Tensor, w: Tensor, ew: ExpertWeights) -> bool:
-    """True where the operator machinery would add nothing: ordinary tensors, nothing to differentiate or trace."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
-        return False
-    plain = (Tensor, torch.nn.Parameter)
-    if type(x) not in plain or type(ew.w_in) not in plain or type(ew.w_out) not in plain or x.device.type == "meta":
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    return not (x.requires_grad or w.requires_grad or any(t.requires_grad for _, t in ew.named_tensors()))
 
 
 def _encode(ew: ExpertWeights, apply_to: str) -> str:

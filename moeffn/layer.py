@@ -13,7 +13,7 @@ from . import checks
 from .balance import attach_loss, load_balance_loss, load_stats, z_loss
 from .config import SWIGLU, Activation, Layout, MoEConfig, RouterConfig
 from .dense import dense_ffn
-from .functional import moe_ffn
+from .functional import moe_ffn, moe_with_shared
 from .routing import apply_capacity, route
 from .types import ExpertWeights, LoadStats, Routing
 
@@ -144,10 +144,21 @@ class DenseFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = dense_ffn(x, self.w_in, self.w_out, b_in=self.b_in, b_out=self.b_out, activation=self.activation,
                       layout=self.layout)
+        gate = self.output_gate(x)
+        return y if gate is None else gate.to(y.dtype) * y
+
+    def output_gate(self, x: Tensor) -> Tensor | None:
+        """What the output is multiplied by: x (…, D) -> (…, 1), or None."""
         if self.gate is None:
-            return y
+            return None
         dtype = torch.promote_types(x.dtype, self.gate.dtype)
-        return torch.sigmoid(linear(x.to(dtype), self.gate.to(dtype))).to(y.dtype) * y
+        return torch.sigmoid(linear(x.to(dtype), self.gate.to(dtype)))
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The parameters as those of a single expert (no copies)."""
+        b_in, b_out = (None if b is None else b[None] for b in (self.b_in, self.b_out))
+        return ExpertWeights(self.w_in[None], self.w_out[None], b_in, b_out, self.activation, self.layout)
 
     def extra_repr(self) -> str:
         D, F = self.w_out.shape
@@ -215,10 +226,12 @@ class MoEFFN(nn.Module):
 
     def _mix(self, x: Tensor, routing: Routing) -> Tensor:
         """Routed plus shared experts: x (T, D) -> (T, D)."""
-        y = self.experts(x, routing, backend=self.backend)
         if self.shared is None:
-            return y
-        y = y + self.shared(x)
+            return self.experts(x, routing, backend=self.backend)
+        y = moe_with_shared(x, routing, self.experts.weights, self.shared.weights, self.shared.output_gate(x),
+                            backend=self.backend)
+        if y is None:
+            y = self.experts(x, routing, backend=self.backend) + self.shared(x)
         return y * 0.5 if self.config.shared_combine == "average" else y
 
     def _with_losses(self, y: Tensor, routing: Routing, token_mask: Tensor | None) -> Tensor:

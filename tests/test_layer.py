@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from moeffn import (
     MoEFFN,
     Router,
     RouterConfig,
+    backends,
     reference,
 )
 
@@ -74,6 +76,18 @@ def test_forward_and_gradients_equal_the_oracle(name):
     got, expected = ((out, *torch.autograd.grad(out, params, g)) for out in (y, want))
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "cohere2"])
+def test_shared_expert_runs_in_the_experts_call_without_gradients(name):
+    if backends.available("native", torch.device("cpu"), torch.float32):
+        pytest.skip("needs the native backend")
+    layer = build(**CONFIGS[name]).float().eval()
+    x = torch.randn(2, 7, 16)
+    with torch.no_grad(), mock.patch.object(type(layer.shared), "forward", side_effect=AssertionError("called")):
+        y = layer(x)
+    exact = layer.double()(x.double())
+    assert ((y - exact).norm() / exact.norm()).item() <= 1e-6
 
 
 def test_state_dict_names_and_absent_parts():

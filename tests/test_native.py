@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moeffn
-from moeffn import Layout, RouterConfig, Routing, backends, reference
+from moeffn import Layout, Routing, backends, reference
 from moeffn.config import SWIGLU, SWIGLU_OAI
 from moeffn.types import ExpertWeights, Plan
 
@@ -197,32 +197,6 @@ def test_shared_expert_in_the_same_call(isa):
         exact = (reference.moe_ffn(x.double(), Routing(ids, w.double()), double(ew))
                  + reference.moe_ffn(x.double(), Routing(every, gate[:, None].double()), double(shared)))
         assert errors(y, exact)[0] <= 1e-2
-
-
-@pytest.mark.parametrize("config", [
-    RouterConfig(num_experts=12, top_k=3),
-    RouterConfig(num_experts=12, top_k=3, renormalize=True, scale=2.5),
-    RouterConfig(num_experts=12, top_k=4, score="sigmoid", renormalize=True, renorm_eps=1e-20),
-    RouterConfig(num_experts=12, top_k=2, order="topk_score"),
-    RouterConfig(num_experts=12, top_k=12, score="sigmoid", order="topk_score"),
-], ids=str)
-def test_router(config):
-    logits = torch.randn(40, 12)
-    logits[0] = torch.nan
-    logits[1, 3] = torch.nan
-    logits[2] = torch.inf
-    logits[3] = -torch.inf
-    logits[4] = 0.0  # every expert ties
-    bias = torch.randn(12) / 10 if config.order == "score_topk" else None
-    ids, weights = BACKEND.route(logits, config, bias)
-    like = moeffn.route(logits, config, selection_bias=bias)
-    assert torch.equal(ids, like.experts)
-    assert torch.allclose(weights, like.weights, rtol=1e-5, atol=1e-7)
-    assert all(len(set(row)) == config.top_k for row in ids.tolist())
-
-
-def test_router_leaves_other_configs_alone():
-    assert BACKEND.route(torch.randn(2, 8), RouterConfig(num_experts=8, top_k=2, num_groups=2)) is None
 
 
 def test_bad_plans_and_names_are_value_errors():

@@ -9,9 +9,9 @@ import torch
 
 from .. import checks
 from ..config import RouterConfig
-from .base import Backend, Grads, Needs
+from .base import Backend, Grads, Needs, plain_inference
 
-__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "get", "resolve", "routes"]
+__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "get", "plain_inference", "resolve", "routes"]
 
 BACKENDS = {
     "reference": ("reference", "ReferenceBackend"),

@@ -63,3 +63,12 @@ class Backend(Protocol):
                  apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
         """Gradients of `forward` from what it saved. x is None when neither w_in's gradient nor apply_to="input" asks
         for it. Experts without rows get gradients of exactly zero."""
+
+
+def plain_inference(*tensors: Tensor) -> bool:
+    """True where a registered operator would add nothing: ordinary tensors, nothing to differentiate or trace."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+        return False
+    if any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" for t in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..config import ACTIVATION_KINDS, Activation, Layout, RouterConfig
+from ..config import ACTIVATION_KINDS, Activation, Layout
 from ..types import ExpertWeights, Plan
 from . import native_backward
 from .base import Grads, Needs
@@ -117,25 +117,6 @@ class NativeBackend:
             weights.data_ptr(), apply_to == "input", y.data_ptr(), None if shared is None else _describe(shared),
             0 if gate is None else gate.data_ptr())
         return y
-
-    def route(self, logits: Tensor, config: RouterConfig, selection_bias: Tensor | None = None
-              ) -> tuple[Tensor, Tensor] | None:
-        """experts (T, K) int32 and weights (T, K) float32 as `moeffn.route` gives them (weights to rounding), for plain
-        softmax and sigmoid routers; None for any other config."""
-        plain = RouterConfig(num_experts=config.num_experts, top_k=config.top_k, score=config.score, order=config.order,
-                             renormalize=config.renormalize, renorm_eps=config.renorm_eps, scale=config.scale,
-                             apply_to=config.apply_to)
-        if config != plain or config.score not in ("softmax", "sigmoid"):
-            return None
-        T, E = logits.shape
-        logits = logits.float().contiguous()
-        bias = None if selection_bias is None else selection_bias.float().contiguous()
-        ids = torch.empty((T, config.top_k), dtype=torch.int32)
-        weights = torch.empty((T, config.top_k))
-        module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"),
-                       config.order == "topk_score", config.renormalize, config.renorm_eps, config.scale,
-                       0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
-        return ids, weights
 
     def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
                  apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
