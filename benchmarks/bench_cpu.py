@@ -178,6 +178,7 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
         bandwidth = native.read_bandwidth(flat.data_ptr(), min(flat.numel() * element, 1 << 30))
         with torch.set_grad_enabled(train):
             times = harness.alternate(running, seconds=seconds, seed=T)
+        flops = max(flops, native.peak_flops(dtype == "bf16"))
         bandwidth = max(bandwidth, native.read_bandwidth(flat.data_ptr(), min(flat.numel() * element, 1 << 30)))
         work = shape.flops(T) * (3 if train else 1)
         read = shape.weight_bytes(1, element) * i.active()
