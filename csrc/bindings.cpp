@@ -14,6 +14,7 @@
 #include "kernels.h"
 #include "plan.h"
 #include "problem.h"
+#include "route.h"
 #include "scratch.h"
 #include "threads.h"
 
@@ -124,6 +125,22 @@ void run_plan(Address experts, int64_t N, int64_t E, Address counts, Address off
             ptr<int32_t>(row_of_slot));
 }
 
+void run_route(Address logits, int64_t T, int64_t E, int64_t K, int score, bool score_selected, bool renormalize, float eps,
+               float scale, Address bias, Address experts, Address weights) {
+  Router r;
+  r.E = E;
+  r.K = K;
+  if (score < 0 || score > 1) throw BadArgument("score: expected 0 (softmax) or 1 (sigmoid)");
+  r.score = static_cast<Score>(score);
+  r.score_selected = score_selected;
+  r.renormalize = renormalize;
+  r.renorm_eps = eps;
+  r.scale = scale;
+  r.selection_bias = ptr<const float>(bias);
+  nb::gil_scoped_release release;
+  route(r, ptr<const float>(logits), T, ptr<int32_t>(experts), ptr<float>(weights));
+}
+
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -179,6 +196,7 @@ NB_MODULE(_native, m) {
   m.def("moe", &run_moe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg(), nb::arg("shared").none() = nb::none(), nb::arg("shared_gate") = 0);
   m.def("plan", &run_plan);
+  m.def("route", &run_route);
   m.def("peak_flops", &peak_flops, nb::arg("pairs"));
   m.def("read_bandwidth", &read_bandwidth, nb::arg("address"), nb::arg("bytes"), nb::arg("runs") = 3);
   m.def("threads", &max_threads);

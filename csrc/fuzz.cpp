@@ -16,6 +16,7 @@
 #include "forward.h"
 #include "plan.h"
 #include "problem.h"
+#include "route.h"
 #include "threads.h"
 
 using namespace moeffn;
@@ -262,6 +263,30 @@ void one_layer(Isa isa) {
   if (!(std::sqrt(error) <= tolerance(xt, wt) * (std::sqrt(norm) + 1e-3))) fail("y", problem);
 }
 
+void one_route() {
+  Router r;
+  r.E = pick(1, 40);
+  r.K = pick(1, r.E);
+  r.score = static_cast<Score>(pick(0, 1));
+  r.score_selected = chance(0.4);
+  r.renormalize = chance(0.5);
+  const int64_t T = pick(0, 20);
+  std::vector<float> logits(static_cast<size_t>(T * r.E)), weights(static_cast<size_t>(T * r.K));
+  const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, 1.0f};
+  for (float& l : logits) l = chance(0.2) ? odd[pick(0, 4)] : normal();
+  if (chance(0.2)) std::fill(logits.begin(), logits.end(), odd[pick(0, 4)]);
+  std::vector<float> bias(static_cast<size_t>(r.E), 0.25f);
+  if (chance(0.3)) r.selection_bias = bias.data();
+  std::vector<int32_t> ids(static_cast<size_t>(T * r.K), -7);
+  route(r, logits.data(), T, ids.data(), weights.data());
+  for (int64_t t = 0; t < T; ++t) {
+    std::vector<int32_t> mine(ids.begin() + t * r.K, ids.begin() + (t + 1) * r.K);
+    std::sort(mine.begin(), mine.end());
+    if (mine.front() < 0 || mine.back() >= r.E || std::adjacent_find(mine.begin(), mine.end()) != mine.end())
+      fail("route: ids out of range or twice", "E=" + std::to_string(r.E) + " K=" + std::to_string(r.K));
+  }
+}
+
 }  // namespace
 
 #include "fuzz_backward.h"
@@ -276,6 +301,7 @@ int main(int argc, char** argv) {
     do isa = static_cast<Isa>((i + pick(0, kIsas - 1)) % kIsas);
     while (!isa_supported(isa));
     one_layer(isa);
+    one_route();
     if (i % 2) fuzz_backward(isa);
     ++done[static_cast<int>(isa)];
   }

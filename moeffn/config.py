@@ -12,6 +12,8 @@ from . import checks
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity"]
 ACTIVATION_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "identity")
 
+STAND_IN = 1e30  # routers read +Inf logits as this, -Inf and NaN as its negative
+NORM_FLOOR = 1e-30  # what weights are divided by at least, so that a row of zeros stays zero
 
 _ACTIVATION_FIELDS = ("kind", "gated", "alpha", "limit", "limit_after", "up_offset", "softcap_gate", "softcap_up")
 _NOT_NUMBERS = ("kind", "gated", "limit_after")

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import backends, checks
-from .config import RouterConfig
+from .config import NORM_FLOOR, STAND_IN, RouterConfig
 from .types import Routing
 
-STAND_IN = 1e30  # +Inf logits are read as this, -Inf and NaN as its negative
-NORM_FLOOR = 1e-30  # what weights are divided by at least, so that a row of zeros stays zero
 _SORT_BELOW = 1024  # up to this many scores one stable sort is faster than a keyed top-k (1 x 256: 10 us against 29 us)
 
 
@@ -29,7 +27,8 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
     expert_ids      (T, K) int: the choice is given (hash routing), the weights still come from the scores; ids from
                     E on are identity experts
     backend         as in `moe_ffn`; where it has a router of its own for this config ("triton": one kernel, one more
-                    backward; float32 softmax, sigmoid and sqrtsoftplus), that runs, else the operations of torch
+                    backward; float32 softmax, sigmoid and sqrtsoftplus. "native": C++, plain softmax and sigmoid), that
+                    runs, else the operations of torch, as with "auto" on a CPU: weights are torch's to the bit there
 
     Everything is computed in float32 whatever the dtype of `logits` (float64 for float64). The k ids come in falling
     order of rank; equal ranks go to the lowest id, on every device and for every T. NaN and -Inf logits are read as
@@ -48,8 +47,12 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
     raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
     name = backends.resolve(backend, raw.device, raw.dtype)
     shared = None
-    if expert_ids is None and backends.routes(name, config.key, raw.dtype):
-        ids, weights = _route_op(raw, selection_bias, config.key, name)
+    exact = backend == "auto" and raw.device.type == "cpu"  # bit for bit what torch and transformers give
+    if expert_ids is None and not exact and backends.routes(name, config.key, raw.dtype):
+        if backends.plain_inference(raw):
+            ids, weights = backends.get(name).route(raw, config, selection_bias)  # type: ignore[attr-defined]
+        else:
+            ids, weights = _route_op(raw, selection_bias, config.key, name)
     elif config.score == "sparsemixer":
         ids, weights = _sparsemixer(_bounded(raw, config), config)
     else:

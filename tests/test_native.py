@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import moeffn
-from moeffn import Layout, Routing, backends, reference
+from moeffn import Layout, RouterConfig, Routing, backends, reference
 from moeffn.config import SWIGLU, SWIGLU_OAI
 from moeffn.types import ExpertWeights, Plan
 
@@ -197,6 +197,64 @@ def test_shared_expert_in_the_same_call(isa):
         exact = (reference.moe_ffn(x.double(), Routing(ids, w.double()), double(ew))
                  + reference.moe_ffn(x.double(), Routing(every, gate[:, None].double()), double(shared)))
         assert errors(y, exact)[0] <= 1e-2
+
+
+ROUTERS = [
+    RouterConfig(num_experts=12, top_k=3),
+    RouterConfig(num_experts=12, top_k=3, renormalize=True, scale=2.5),
+    RouterConfig(num_experts=12, top_k=4, score="sigmoid", renormalize=True, renorm_eps=1e-20),
+    RouterConfig(num_experts=12, top_k=2, order="topk_score"),
+    RouterConfig(num_experts=12, top_k=12, score="sigmoid", order="topk_score"),
+]
+
+
+@pytest.mark.parametrize("config", ROUTERS, ids=str)
+def test_router(config):
+    logits = torch.randn(40, 12)
+    logits[0] = torch.nan
+    logits[1, 3] = torch.nan
+    logits[2] = torch.inf
+    logits[3] = -torch.inf
+    logits[4] = 0.0  # every expert ties
+    bias = torch.randn(12) / 10 if config.order == "score_topk" else None
+    assert BACKEND.routes(config, torch.float32)
+    like = moeffn.route(logits, config, selection_bias=bias, backend="torch")
+    for grad in (False, True):
+        got = moeffn.route(logits.clone().requires_grad_(grad), config, selection_bias=bias, backend="native")
+        assert torch.equal(got.experts, like.experts)
+        assert torch.allclose(got.weights, like.weights, rtol=1e-5, atol=1e-7)
+        assert all(len(set(row)) == config.top_k for row in got.experts.tolist())
+
+
+@pytest.mark.parametrize("config", ROUTERS, ids=str)
+def test_router_gradient(config):
+    """Against autograd through the reference in float64; no gradient at logits that are not finite."""
+    logits = torch.randn(40, 12)
+    logits[3, 5] = -torch.inf
+    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    dweights = torch.randn(40, config.top_k)
+    moeffn.route(mine, config, backend="native").weights.backward(dweights)
+    reference.route(exact, config).weights.backward(dweights.double())
+    assert errors(mine.grad, exact.grad)[0] <= 1e-5
+    assert mine.grad[3, 5] == 0
+
+
+def test_router_operator_compiles_to_one_graph():
+    config = ROUTERS[1]
+    logits = torch.randn(5, 12, requires_grad=True)
+    torch.library.opcheck(torch.ops.moeffn.route, (logits, None, config.key, "native"),
+                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    whole = torch.compile(lambda z: moeffn.route(z, config, backend="native").weights, fullgraph=True)
+    assert torch.equal(whole(logits), moeffn.route(logits, config, backend="native").weights)
+
+
+def test_router_leaves_other_configs_alone():
+    """And on a CPU nobody who did not ask for it gets other bits than torch's."""
+    assert not BACKEND.routes(RouterConfig(num_experts=8, top_k=2, num_groups=2), torch.float32)
+    assert not BACKEND.routes(ROUTERS[0], torch.float64)
+    logits = torch.randn(30, 12)
+    like = torch.softmax(logits, -1).topk(3)
+    assert torch.equal(moeffn.route(logits, ROUTERS[0]).weights, like.values)
 
 
 def test_bad_plans_and_names_are_value_errors():

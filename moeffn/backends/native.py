@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..config import ACTIVATION_KINDS, Activation, Layout
+from ..config import ACTIVATION_KINDS, NORM_FLOOR, STAND_IN, Activation, Layout, RouterConfig
 from ..types import ExpertWeights, Plan
 from . import native_backward
 from .base import Grads, Needs
@@ -117,6 +117,53 @@ class NativeBackend:
             weights.data_ptr(), apply_to == "input", y.data_ptr(), None if shared is None else _describe(shared),
             0 if gate is None else gate.data_ptr())
         return y
+
+    def routes(self, config: RouterConfig, dtype: torch.dtype) -> bool:
+        """Which configs `route` takes: plain softmax and sigmoid routers."""
+        if config.score not in ("softmax", "sigmoid"):
+            return False
+        plain = RouterConfig(num_experts=config.num_experts, top_k=config.top_k, score=config.score, order=config.order,
+                             renormalize=config.renormalize, renorm_eps=config.renorm_eps, scale=config.scale,
+                             apply_to=config.apply_to)
+        return dtype == torch.float32 and config == plain
+
+    def route(self, logits: Tensor, config: RouterConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """logits (T, E) float32, bias (E,) -> ids (T, K) int32 and weights (T, K) float32 of `moeffn.route`."""
+        T, E = logits.shape
+        logits = _in_memory(logits).contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        ids = torch.empty((T, config.top_k), dtype=torch.int32)
+        weights = torch.empty((T, config.top_k))
+        module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"),
+                       config.order == "topk_score", config.renormalize, config.renorm_eps, config.scale,
+                       0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        return ids, weights
+
+    def route_backward(self, dweights: Tensor, logits: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
+        """Gradient (T, E) of `route`'s weights with respect to its logits, from dweights (T, K) and its ids."""
+        index = ids.long()
+        z = torch.nan_to_num(logits, nan=-STAND_IN, posinf=STAND_IN, neginf=-STAND_IN)
+        probs = None
+        if config.score == "sigmoid":
+            score = torch.sigmoid(z.gather(1, index))
+        elif config.order == "topk_score":
+            score = torch.softmax(z.gather(1, index), -1)
+        else:
+            probs = torch.softmax(z, -1)
+            score = probs.gather(1, index)
+        d = dweights * config.scale
+        if config.renormalize:
+            total = score.sum(-1, keepdim=True) + config.renorm_eps
+            norm = total.clamp(min=NORM_FLOOR)
+            d = (d - torch.where(total >= NORM_FLOOR, (d * score).sum(-1, keepdim=True) / norm, 0.0)) / norm
+        if config.score == "sigmoid":
+            grad = torch.zeros_like(z).scatter(1, index, d * score * (1 - score))
+        else:
+            d = d * score
+            along = d.sum(-1, keepdim=True)
+            grad = torch.zeros_like(z).scatter(1, index, d if probs is not None else d - along * score)
+            grad = grad if probs is None else grad - along * probs
+        return torch.where(torch.isfinite(logits), grad, 0.0)
 
     def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
                  apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
