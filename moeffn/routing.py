@@ -52,7 +52,7 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
         if backends.plain_inference(raw):
             ids, weights = backends.get(name).route(raw, config, selection_bias)  # type: ignore[attr-defined]
         else:
-            ids, weights = _route_op(raw, selection_bias, config.key, name)
+            weights, ids = _route_op(raw, selection_bias, config.key, name)
     elif config.score == "sparsemixer":
         ids, weights = _sparsemixer(_bounded(raw, config), config)
     else:
@@ -161,14 +161,18 @@ _decode = functools.cache(RouterConfig.from_key)
 
 @torch.library.custom_op("moeffn::route", mutates_args=())
 def _route_op(logits: Tensor, bias: Tensor | None, key: str, backend: str) -> tuple[Tensor, Tensor]:
-    """-> ids (T, K) int32 of classes 0 .. E+Z-1, weights (T, K) float32, by the backend's own router."""
-    return backends.get(backend).route(logits, _decode(key), bias)  # type: ignore[attr-defined]
+    """-> weights (T, K) float32, ids (T, K) int32 of classes 0 .. E+Z-1, by the backend's own router.
+
+    Floats first: torch.library.opcheck adds up the outputs in the dtype of the first.
+    """
+    ids, weights = backends.get(backend).route(logits, _decode(key), bias)  # type: ignore[attr-defined]
+    return weights, ids
 
 
 @_route_op.register_fake
 def _(logits: Tensor, bias: Tensor | None, key: str, backend: str) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], _decode(key).top_k)
-    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.custom_op("moeffn::route_backward", mutates_args=())
@@ -183,11 +187,11 @@ def _(dweights: Tensor, logits: Tensor, ids: Tensor, key: str, backend: str) -> 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, _, ctx.key, ctx.backend = inputs
-    ctx.save_for_backward(logits, output[0])
-    ctx.mark_non_differentiable(output[0])
+    ctx.save_for_backward(logits, output[1])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, _: Tensor | None, dweights: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dweights: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     logits, ids = ctx.saved_tensors
     return _route_backward_op(dweights, logits, ids, ctx.key, ctx.backend), None, None, None
 

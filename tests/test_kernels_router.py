@@ -169,11 +169,9 @@ def test_the_layer_routes_with_it_and_learns():
 def test_operators_pass_opcheck_and_compile_to_one_graph():
     config, bias = MODES["sigmoid_groups"][0], torch.randn(16) * 0.1
     logits = torch.randn(5, 16, requires_grad=True)
-    torch.library.opcheck(routing._route_op, (logits, bias, config.key, "triton"),
-                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
-    ids, weights = routing._route_op(logits.detach(), bias, config.key, "triton")
-    torch.library.opcheck(routing._route_backward_op, (weights, logits.detach(), ids, config.key, "triton"),
-                          test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(routing._route_op, (logits, bias, config.key, "triton"))
+    weights, ids = routing._route_op(logits.detach(), bias, config.key, "triton")
+    torch.library.opcheck(routing._route_backward_op, (weights, logits.detach(), ids, config.key, "triton"))
     count = 0
 
     def counting(graph, inputs):
