@@ -1,26 +1,8 @@
 #define MOEFFN_NS backward_amx_set
 #define MOEFFN_WIDTH 16
+#define MOEFFN_PANEL_ROWS 32
 #define MOEFFN_TILES
-#include <type_traits>
-
-#include "backward_kernels.h"
-#include "vec.h"
-
-#include "act.h"
-#include "tiles.h"
-
-namespace moeffn {
-namespace MOEFFN_NS {
-constexpr int kPanelRows = 32;
-}
-}  // namespace moeffn
-
-#include "backward_act.h"
-#include "backward_pack.h"
-
-#include "backward_products.h"
-
-#include "backward_table.h"
+#include "backward_set.h"
 
 namespace moeffn {
 

@@ -1,25 +1,7 @@
 #define MOEFFN_NS backward_avx512_set
 #define MOEFFN_WIDTH 16
-#include <type_traits>
-
-#include "backward_kernels.h"
-#include "vec.h"
-
-#include "act.h"
-#include "tiles.h"
-
-namespace moeffn {
-namespace MOEFFN_NS {
-constexpr int kPanelRows = 12;
-}
-}  // namespace moeffn
-
-#include "backward_act.h"
-#include "backward_pack.h"
-
-#include "backward_products.h"
-
-#include "backward_table.h"
+#define MOEFFN_PANEL_ROWS 12
+#include "backward_set.h"
 
 namespace moeffn {
 

@@ -12,9 +12,6 @@
 
 namespace moeffn {
 
-constexpr int64_t kBlockWords = 16;
-constexpr int64_t kPanelCols = 32;
-
 // A matrix by its rows: rows[i] is where row i starts, elements side by side.
 struct RowsOf {
   const char* const* rows = nullptr;

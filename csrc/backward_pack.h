@@ -4,6 +4,7 @@ namespace moeffn {
 namespace MOEFFN_NS {
 
 constexpr int kParts = 16 / W;  // vectors in 16 words
+constexpr int kPanelRows = MOEFFN_PANEL_ROWS;
 
 struct Words {
   vf v[kParts];

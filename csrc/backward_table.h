@@ -1,4 +1,4 @@
-// The table of one instruction set. Included last by each backward_<set>.cpp.
+// The table of one instruction set. Included last by backward_set.h.
 
 namespace moeffn {
 namespace MOEFFN_NS {

@@ -1,20 +1,11 @@
 #define MOEFFN_NS amx
 #define MOEFFN_WIDTH 16
 #define MOEFFN_STREAM_AHEAD 2048
-#include <type_traits>
-
-#include "kernels.h"
-#include "vec.h"
-
-#include "act.h"
-#include "tiles.h"
-
-#include "ffn.h"
+#include "forward_set.h"
 
 #include "amx_tiles.h"
 
 #include "amx.h"
-#include "probe.h"
 
 namespace moeffn {
 namespace amx {

@@ -1,15 +1,6 @@
 #define MOEFFN_NS avx512
 #define MOEFFN_WIDTH 16
-#include <type_traits>
-
-#include "kernels.h"
-#include "vec.h"
-
-#include "act.h"
-#include "tiles.h"
-
-#include "ffn.h"
-#include "probe.h"
+#include "forward_set.h"
 
 namespace moeffn {
 
