@@ -1,4 +1,4 @@
-"""Fill README.md's table of measurements from benchmarks/results/*.csv, between its two markers.
+"""Fill README.md's tables of measurements from benchmarks/results/*.csv, between its two markers.
 
     python benchmarks/fill_readme.py
 
@@ -8,43 +8,80 @@ Takes the figures of every file that bench_cpu.py, bench_torch.py or bench_ep.py
 from __future__ import annotations
 
 import csv
+import statistics
 from pathlib import Path
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+NEEDED = {"shape", "T", "dtype", "pass", "contender", "ms", "cpu", "threads", "torch", "date"}
+OURS = ("native", "moeffn torch")
+PASSES = {"train": "forward + backward", "busy": "forward, busy"}
+Row = dict[str, str]
 
 
-def table(path: Path) -> list[str]:
-    """One Markdown table: a line per (shape, T, pass), a column per contender, milliseconds."""
+def read(path: Path) -> list[Row]:
     with path.open() as f:
-        rows = [r for r in csv.DictReader(f) if {"shape", "T", "pass", "contender", "ms", "cpu"} <= r.keys()]
-    if not rows:
-        return []
-    names = list(dict.fromkeys(r["contender"] for r in rows))
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+        return list(csv.DictReader(f))
+
+
+def short(contender: str) -> str:
+    return contender.removeprefix("transformers ").removeprefix("moeffn ")
+
+
+def about(row: Row) -> str:
+    """The machine of a result."""
+    return f"{row['cpu']}, {row['threads']} threads, torch {row['torch']}, {row['date']}"
+
+
+def table(name: str, rows: list[Row]) -> list[str]:
+    """One Markdown table: a line per (pass, shape), a column per T; a cell has our milliseconds and the time of the
+    fastest other contender over ours, or, where we ran alone, the part of the bound that was reached."""
+    contenders = {r["contender"] for r in rows}
+    ours = next(n for n in OURS if n in contenders)
+    cells: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     for r in rows:
-        cells.setdefault((r["shape"], r["T"], r["pass"]), {})[r["contender"]] = f"{float(r['ms']):.2f}"
-    first = rows[0]
-    lines = [f"`{path.name}`: {first['dtype']}, {first['cpu']}, {first['threads']} threads, torch {first['torch']}, "
-             f"{first['date']}; milliseconds, median.", "",
-             "| shape | T | pass | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
-    for (shape, T, what), found in cells.items():
-        lines.append(f"| {shape} | {T} | {what} | " + " | ".join(found.get(n, "") for n in names) + " |")
-    return [*lines, ""]
+        cells.setdefault((r["pass"], r["shape"]), {}).setdefault(r["T"], {})[r["contender"]] = r
+    tokens = list(dict.fromkeys(r["T"] for r in rows))
+    ratios: dict[str, list[float]] = {}
+    body = []
+    for (what, shape), by_tokens in cells.items():
+        line = f"| {PASSES.get(what, what)} | {shape} |"
+        for T in tokens:
+            found = by_tokens.get(T, {})
+            ms = {n: float(r["busy_ms" if what == "busy" else "ms"]) for n, r in found.items()}
+            if ours not in ms:
+                line += " |"
+                continue
+            mine = ms.pop(ours)
+            for other, value in ms.items():
+                ratios.setdefault(other, []).append(value / mine)
+            if ms:
+                best = min(ms, key=ms.__getitem__)
+                note = f"{ms[best] / mine:.2f}x" + (f" {short(best)}" if len(contenders) > 2 else "")
+            else:
+                note = f"{float(found[ours]['of_floor']):.0%} of bound"
+            line += f" {mine:.2f} ({note}) |"
+        body.append(line)
+    isa = next((r["isa"] for r in rows if r.get("isa")), "")
+    head = [f"`{name}`: {rows[0]['dtype']}, `{short(ours)}`" + (f", instructions up to {isa}" if isa else "") + "."]
+    if ratios:
+        means = sorted((statistics.geometric_mean(v), short(n)) for n, v in ratios.items())
+        head = [f"{head[0]} Times of the others over it, geometric mean: "
+                + ", ".join(f"{n} {mean:.2f}" for mean, n in means) + "."]
+    return [*head, "", "| pass | shape | " + " | ".join(f"T = {T}" for T in tokens) + " |",
+            "|---|---|" + "---|" * len(tokens), *body, ""]
 
 
 def exchange_table(path: Path) -> list[str]:
     """What expert parallelism costs: a line per dispatcher of bench_ep.py's file."""
     if not path.exists():
         return []
-    with path.open() as f:
-        rows = list(csv.DictReader(f))
+    rows = read(path)
     first = rows[0]
     lines = [f"`{path.name}`: {first['shape']}, {first['dtype']}, forward + backward of {first['tokens_per_rank']} "
-             f"tokens on each of {first['ranks']} gloo ranks with {first['threads_per_rank']} thread each, "
-             f"{first['cpu']}, torch {first['torch']}, {first['date']}. Bare gloo: the same bytes and nothing else; "
-             "overhead: (exchanges with idle experts - bare gloo) / step.", "",
-             "| dispatcher | step ms | exchanges ms | bare gloo ms | overhead | MB sent in forward |",
+             f"tokens on each of {first['ranks']} gloo ranks of one machine, {first['threads_per_rank']} thread each. "
+             "Bare gloo: the same bytes and nothing else; overhead: (exchanges with idle experts - bare gloo) / step.",
+             "", "| dispatcher | step ms | exchanges ms | bare gloo ms | overhead | MB sent in forward |",
              "|---|---|---|---|---|---|"]
     for r in rows:
         step, exchanges, raw = (f"{1e3 * float(r[k]):.1f}" for k in ("step", "exchange_only", "raw"))
@@ -58,7 +95,11 @@ def main() -> None:
     text = readme.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    lines = [line for path in sorted((HERE / "results").glob("*.csv")) for line in table(path)]
+    results = {path.name: read(path) for path in sorted((HERE / "results").glob("*.csv"))}
+    layers = {name: rows for name, rows in results.items() if rows and rows[0].keys() >= NEEDED}
+    machines = dict.fromkeys(about(r) for rows in results.values() for r in rows if r.keys() >= {"cpu", "date"})
+    lines = ["; ".join(machines) + ".", ""] if machines else []
+    lines += [line for name, rows in layers.items() for line in table(name, rows)]
     lines += exchange_table(HERE / "results" / "ep.csv")
     body = "\n".join(lines) if lines else "No results are stored yet: `benchmarks/bench_*.py` write them.\n"
     readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
