@@ -69,12 +69,6 @@ def swap(module: nn.Module, state: SwapState) -> None:
     module.__class__ = _subclass(base, state.adapter)
 
 
-def unswap(module: nn.Module) -> None:
-    """The inverse of `swap`."""
-    module.__class__ = original_class(module)
-    del module._moeffn
-
-
 @functools.cache
 def _subclass(base: Any, name: str) -> Any:
     body = {"forward": FORWARDS[name], "__module__": __name__, "__doc__": f"{base.__name__}, its forward by moeffn."}
