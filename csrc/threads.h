@@ -95,4 +95,15 @@ class Latch {
   std::atomic<int64_t> left_{0};
 };
 
+// body(i) for i in [0, total), claimed dynamically.
+template <class Body>
+void for_each(int64_t total, int threads, const Body& body) {
+  if (total <= 0) return;
+  Claims claims(total);
+  if (threads > total) threads = static_cast<int>(total);
+  parallel(threads, [&](int, int) {
+    for (int64_t i = claims.next(); i >= 0; i = claims.next()) body(i);
+  });
+}
+
 }  // namespace moeffn
