@@ -79,6 +79,8 @@ def tensor(name: str, value: object, ndim: int | None = None) -> None:
 
     if not isinstance(value, torch.Tensor):
         raise bad_type(name, "a torch.Tensor", value)
+    if value.layout != torch.strided or value.is_nested:
+        raise bad_type(name, "a dense tensor", value if value.is_nested else value.layout)
     if ndim is not None and value.ndim != ndim:
         raise bad(name, f"{ndim} dimensions", f"shape {tuple(value.shape)}")
 
@@ -91,6 +93,8 @@ def shape(name: str, value: Tensor, expected: tuple[int, ...], meaning: str) -> 
 def floating(name: str, value: Tensor) -> None:
     if not value.dtype.is_floating_point:
         raise bad_type(name, "a floating-point dtype", value.dtype)
+    if value.dtype.itemsize < 2:  # float8 and float4 hold values of a quantised format: their scales are elsewhere
+        raise bad_type(name, "float16, bfloat16, float32 or float64", value.dtype)
 
 
 def index_dtype(name: str, value: Tensor) -> None:

@@ -25,17 +25,21 @@ def dense_ffn(x: Tensor, w_in: Parts, w_out: Tensor, *, b_in: Parts | None = Non
     Raises ValueError/TypeError naming the argument.
     """
     checks.tensor("x", x)
+    checks.floating("x", x)
     weights = _parts("w_in", w_in, activation, 2)
     biases = () if b_in is None else _parts("b_in", b_in, activation, 1)
     checks.tensor("w_out", w_out, 2)
+    checks.floating("w_out", w_out)
     rows = sum(w.shape[0] for w in weights)
     F = rows // 2 if activation.gated else rows
     D = x.shape[-1] if x.ndim else 0
     for i, w in enumerate(weights):
         checks.shape(f"w_in[{i}]", w, (w.shape[0], D), "(rows, D of x)")
     checks.shape("w_out", w_out, (w_out.shape[0], F), "(D, F of w_in)")
-    if biases:
-        checks.shape("b_in", torch.cat(biases), (rows,), "(rows of w_in,)")
+    if biases and len(biases) != len(weights):
+        raise checks.bad("b_in", f"{len(weights)} tensors, as w_in has", len(biases))
+    for i, (b, w) in enumerate(zip(biases, weights, strict=False)):
+        checks.shape(f"b_in[{i}]", b, (w.shape[0],), f"(rows of w_in[{i}],)")
     if b_out is not None:
         checks.shape("b_out", b_out, (w_out.shape[0],), "(rows of w_out,)")
     params = [*weights, w_out, *biases, *(() if b_out is None else (b_out,))]
@@ -68,7 +72,9 @@ class _DenseFFN(torch.autograd.Function):
     """x (T, D), spec, parameters: 1 or 2 w_in, w_out, as many b_in or none, b_out or none."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: tuple[Activation, Layout, int, bool, bool], *params: Tensor) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        # Without named inputs: dynamo drops ctx where, counting *params as one, their number is one less than passed.
+        x, spec, *params = inputs
         act, layout, n, has_b_in, has_b_out = spec
         w_in, w_out = params[:n], params[n]
         b_in = params[n + 1 : 2 * n + 1] if has_b_in else (None,) * n

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from . import checks
+from . import backends, checks
 from .balance import attach_loss, load_balance_loss, load_stats, z_loss
 from .config import SWIGLU, Activation, Layout, MoEConfig, RouterConfig
 from .dense import dense_ffn
@@ -42,6 +42,7 @@ class Router(nn.Module):
         super().__init__()
         checks.positive_int("d_model", d_model)
         checks.instance("config", config, RouterConfig)
+        backends.check_name(backend)
         self.config, self.backend = config, backend
         rows = config.num_logits
         self.weight = _parameter(rows, d_model, fan_in=d_model, device=device, dtype=dtype)
@@ -59,6 +60,7 @@ class Router(nn.Module):
             checks.tensor("token_mask", token_mask, 1)
             checks.boolean("token_mask", token_mask)
             checks.shape("token_mask", token_mask, (x.shape[0],), "(T,)")
+            checks.same_device("token_mask", token_mask, x.device, "x")
             x = torch.where(token_mask[:, None], x, 0.0)
         with torch.autocast("cpu" if x.device.type == "meta" else x.device.type, enabled=False):
             bias = None if self.bias is None else self.bias.to(wide)
@@ -176,6 +178,7 @@ class MoEFFN(nn.Module):
     def __init__(self, config: MoEConfig, *, backend: str = "auto", device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         checks.instance("config", config, MoEConfig)
+        backends.check_name(backend)
         c = self.config = config
         self.backend = backend
         where = {"device": device, "dtype": dtype}

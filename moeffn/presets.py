@@ -43,13 +43,16 @@ _GLM_4_5_AIR = {"model_type": "glm4_moe", "hidden_size": 4096, "moe_intermediate
 
 
 def load_block(source: str) -> tuple[str, MoEConfig]:
-    """A preset's name, or the path of a JSON file -> (label, MoEConfig).
+    """A preset's name, or the path of a JSON file or of the folder of a config.json -> (label, MoEConfig).
 
     Raises ValueError naming close presets, the missing key or the unknown family; OSError for an unreadable file.
     """
     if source in BENCH_PRESETS:
         return source, block_config(_preset(BENCH_PRESETS[source]))
     path = Path(source)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise checks.bad("PRESET", "a file config.json, or a folder that holds one", f"the folder {source!r}")
+    path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" and not path.exists():
         near = difflib.get_close_matches(source.lower(), BENCH_PRESETS, 3)
         hint = f"{', '.join(near)} or another of them" if near else ", ".join(BENCH_PRESETS)

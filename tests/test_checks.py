@@ -37,6 +37,10 @@ BAD: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: checks.tensor("a", X, 3), ValueError, "a: expected 3 dimensions, got shape (2, 3)"),
     (lambda: checks.shape("a", X, (3, 2), "(B, A)"), ValueError, "a: expected shape (3, 2) = (B, A), got shape (2, 3)"),
     (lambda: checks.floating("a", X.int()), TypeError, "a: expected a floating-point dtype, got dtype torch.int32"),
+    (lambda: checks.tensor("a", X.to_sparse()), TypeError,
+     "a: expected a dense tensor, got layout torch.sparse_coo"),
+    (lambda: checks.floating("a", X.to(torch.float8_e4m3fn)), TypeError,
+     "a: expected float16, bfloat16, float32 or float64, got dtype torch.float8_e4m3fn"),
     (lambda: checks.index_dtype("a", X), TypeError, "a: expected int32 or int64, got dtype torch.float32"),
     (lambda: checks.boolean("a", X), TypeError, "a: expected dtype bool, got dtype torch.float32"),
     (lambda: checks.float32("a", X.half()), TypeError, "a: expected dtype float32, got dtype torch.float16"),
@@ -64,3 +68,9 @@ def test_long_values_are_cut_short() -> None:
     with pytest.raises(TypeError) as info:
         checks.tensor("a", list(range(1000)))
     assert len(str(info.value)) < 150
+
+
+def test_nested_tensors_are_not_dense() -> None:
+    for kind in (torch.strided, torch.jagged):
+        with pytest.raises(TypeError, match=r"^a: expected a dense tensor, got "):
+            checks.tensor("a", torch.nested.nested_tensor([X], layout=kind))

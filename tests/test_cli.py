@@ -70,6 +70,7 @@ def test_every_command_has_its_own_help(command, capsys):
     (["doctor", "--jsn"], "No such option: --jsn"),
     (["bench"], "Missing argument 'PRESET'"),
     (["bench", "mixtral-8x7"], "PRESET: expected a file config.json, or a preset (mixtral-8x7b"),
+    (["bench", "/"], "PRESET: expected a file config.json, or a folder that holds one, got the folder '/'"),
     (["bench", "TINY", "--tokens", "1,x"], "--tokens: expected ints separated by commas, got '1,x'"),
     (["bench", "TINY", "--tokens", "0"], "--tokens: expected counts of at least 1"),
     (["bench", "TINY", "--seed", "x"], "--seed"),
@@ -104,9 +105,10 @@ def test_user_errors_are_one_line_with_code_2(args, words, tiny, capsys):
 def test_a_bad_config_names_its_key(text, words, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(text)
-    code, _, err = run(capsys, "bench", path)
-    assert code == 2
-    assert words in err
+    for given in (path, tmp_path):
+        code, _, err = run(capsys, "bench", given)
+        assert code == 2
+        assert words in err
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch):

@@ -76,6 +76,20 @@ def test_autocast_gives_the_dtype_of_linear():
         assert y.dtype == torch.nn.functional.linear(p["x"], p["w_in"]).dtype == torch.bfloat16
     y.float().sum().backward()
     assert all(t.grad.dtype == torch.float32 for t in p.values())
+    ffn, x = DenseFFN(D, F, bias=True).bfloat16(), torch.randn(3, D).bfloat16()
+    with torch.autocast("cpu", dtype=torch.float16):  # biases of the dtype that is not autocast's
+        y = ffn(x)
+    assert y.dtype == torch.float16
+    assert torch.allclose(y.float(), ffn.float()(x.float()), atol=0.02)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiles_with_and_without_gradients(grad, bias):
+    torch._dynamo.reset()
+    ffn, x = DenseFFN(D, F, bias=bias), torch.randn(3, D)
+    with torch.set_grad_enabled(grad):
+        assert torch.allclose(torch.compile(ffn, fullgraph=True, backend="aot_eager")(x), ffn(x), atol=1e-6)
 
 
 def test_module_state_and_shape():
@@ -86,8 +100,6 @@ def test_module_state_and_shape():
     want = torch.sigmoid(x @ ffn.gate.T) * dense_ffn(x, ffn.w_in, ffn.w_out, b_in=ffn.b_in, b_out=ffn.b_out,
                                                      activation=SWIGLU)
     assert torch.equal(ffn(x), want)
-    compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(x), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -96,6 +108,8 @@ def test_module_state_and_shape():
     ({"w_in": torch.zeros(2 * F + 1, D)}, "w_in: expected an even number"),
     ({"b_out": torch.zeros(D + 1)}, "b_out: expected shape"),
     ({"b_in": torch.zeros(3)}, "b_in: expected"),
+    ({"b_in": (torch.zeros(F), torch.zeros(F))}, "b_in: expected 1 tensors, as w_in has, got 2"),
+    ({"b_in": torch.zeros(2 * F + 2)}, r"b_in\[0\]: expected shape"),
     ({"x": "text"}, "x: expected a torch.Tensor"),
     ({"w_in": (torch.zeros(F, D), torch.zeros(F + 1, D))}, "w_in: expected one tensor, or a pair"),
 ])

@@ -278,7 +278,15 @@ def test_training_reduces_a_loss(backend):
     (lambda: build()(torch.zeros(3, 15)), "x: expected last dimension d_model = 16, got shape"),
     (lambda: build()(torch.zeros(3, 16, dtype=torch.int64)), "x: expected a floating-point dtype"),
     (lambda: build()(torch.zeros(3, 16), token_mask=torch.ones(4, dtype=torch.bool)), "token_mask: expected shape"),
-    (lambda: MoEFFN(MoEConfig(**BASE), backend="nothing")(torch.zeros(3, 16)), "backend: expected one of"),
+    (lambda: build()(torch.zeros(3, 16), token_mask=torch.ones(3, dtype=torch.bool, device="meta")),
+     "token_mask: expected device cpu (that of x), got device meta"),
+    (lambda: build()(torch.zeros(3, 16).to_sparse()), "x: expected a dense tensor, got layout torch.sparse_coo"),
+    (lambda: MoEFFN(MoEConfig(**BASE), backend="nothing"), "backend: expected one of"),
+    (lambda: MoEFFN(MoEConfig(**BASE), backend=None), "backend: expected str, got NoneType None"),
+    (lambda: moeffn.Router(16, RouterConfig(num_experts=6, top_k=2), backend="nothing"), "backend: expected one of"),
+    (lambda: build().experts(torch.zeros(1, 16), moeffn.Routing(torch.zeros(1, 1).int(), torch.ones(1, 1)),
+                             backend=["torch"]), "backend: expected str, got list ['torch']"),
+    (lambda: moeffn.DenseFFN(8, 4)(torch.zeros(3, 8, dtype=torch.complex64)), "x: expected a floating-point dtype"),
 ])
 def test_bad_input(make, message):
     with pytest.raises((ValueError, TypeError)) as info:

@@ -112,7 +112,7 @@ def test_every_public_name_is_there() -> None:
         assert getattr(moeffn, name) is not None
     with pytest.raises(AttributeError, match="module 'moeffn' has no attribute 'Mixture'"):
         moeffn.Mixture  # noqa: B018
-    assert set(moeffn.__all__) <= set(dir(moeffn))
+    assert set(dir(moeffn)) == {*moeffn.__all__, "__version__"}
 
 
 def test_no_module_hides_a_public_function() -> None:

@@ -185,13 +185,26 @@ def test_strict_routers_may_refuse_nan() -> None:
 
 
 def test_check_router_arguments() -> None:
-    with pytest.raises(TypeError, match="num_experts: expected an int, got NoneType"):
+    with pytest.raises(TypeError, match="num_experts: expected an int, as the router has no RouterConfig"):
         check_router(good)
+    with pytest.raises(TypeError, match="top_k: expected an int, as the router has no RouterConfig"):
+        check_router(good, num_experts=8)
+    with pytest.raises(TypeError, match="width: expected an int, as the router shows no matrix"):
+        check_router(good, num_experts=8, top_k=3, takes="tokens")
+    with pytest.raises(TypeError, match=r"router: expected a function or an nn.Module, got int 3"):
+        check_router(3)
     with pytest.raises(ValueError, match="skip: expected one of 'valid'"):
         check_router(good, num_experts=8, top_k=3, skip=["validity"])
     with pytest.raises(ValueError, match="takes: expected one of"):
         check_router(good, num_experts=8, top_k=3, takes="words")  # type: ignore[arg-type]
     assert "a tuple with integer ids" in failed(lambda: check_router(lambda z: z, num_experts=8, top_k=3))
+
+
+def test_a_function_of_tokens_is_not_blamed_for_what_it_cannot_show() -> None:
+    matrix = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    report = check_router(lambda x: good(x @ matrix.t()), num_experts=8, top_k=3, takes="tokens", width=16)
+    assert "no copy in bfloat16" in report.skipped["float32 selection"]
+    assert "takes no float64" in report.skipped["gradient"]
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------------

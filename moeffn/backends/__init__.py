@@ -11,7 +11,8 @@ from .. import checks
 from ..config import RouterConfig
 from .base import Backend, Grads, Needs, plain_inference
 
-__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "get", "plain_inference", "resolve", "routes"]
+__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "check_name", "get", "plain_inference", "resolve",
+           "routes"]
 
 BACKENDS = {
     "reference": ("reference", "ReferenceBackend"),
@@ -20,6 +21,12 @@ BACKENDS = {
     "triton": ("triton", "TritonBackend"),
 }
 _AUTO = {"cpu": ("native", "torch"), "cuda": ("triton", "torch")}
+
+
+def check_name(backend: object) -> None:
+    """TypeError or ValueError for what is neither "auto" nor a backend's name; whether it runs, `resolve` says."""
+    checks.instance("backend", backend, str)
+    checks.one_of("backend", backend, ("auto", *BACKENDS))
 
 
 @functools.cache
@@ -55,6 +62,8 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
     A backend asked for by name is taken or refused: ValueError with the reason, never another.
     """
+    if not isinstance(backend, str):
+        check_name(backend)
     return _resolve(backend, device, dtype)
 
 
@@ -67,7 +76,7 @@ def _resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     if backend == "auto":
         order = _AUTO.get(device.type, ("torch",))
         return next(name for name in order if available(name, device, dtype) is None)
-    checks.one_of("backend", backend, ("auto", *BACKENDS))
+    check_name(backend)
     reason = available(backend, device, dtype)
     if reason is not None:
         raise checks.bad("backend", f"one that runs on {device} in {dtype}", f"{backend!r}: {reason}")

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
     def bench(
         preset: str = typer.Argument(metavar="PRESET", help=(
             "A preset (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, deepseek-v3, gpt-oss-20b, glm-4.5-air, …) or the path "
-            "of a config.json.")),
+            "of a config.json or its folder.")),
         tokens: str = typer.Option("1,64,1024", help="Token counts T, separated by commas."),
         backend: str = typer.Option("auto", help="auto, native, torch, triton or reference."),
         train: bool = typer.Option(False, "--train", help="Measure forward + backward too."),
