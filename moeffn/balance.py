@@ -98,8 +98,11 @@ def update_selection_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3, *, c
 
 
 def load_stats(routing: Routing, num_experts: int) -> LoadStats:
-    """Where the slots of a routing went. A pure function without host synchronisation: nothing is kept or counted twice
-    under activation checkpointing."""
+    """Where the slots of a routing went: LoadStats with counts (E,) and dropped (), int64.
+
+    A pure function without host synchronisation: nothing is kept or counted twice under activation checkpointing.
+    Raises TypeError/ValueError for what is not a Routing, or a number of experts below 1.
+    """
     checks.instance("routing", routing, Routing)
     checks.positive_int("num_experts", num_experts)
     counts = sorted_plan(routing.experts, num_experts).counts.to(torch.int64)

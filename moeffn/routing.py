@@ -76,6 +76,7 @@ def apply_capacity(routing: Routing, num_experts: int, capacity: int, *,
     policy "weight" keeps the heaviest slots of an expert, "order" the first; equal weights go to the lower slot. The
     other weights stay as they are, without renormalisation. Slots that were not routed before are not counted as
     dropped. Differentiable in the weights that are kept; no host synchronisation on a GPU.
+    Raises ValueError/TypeError for a negative capacity, an unknown policy, or what is not a Routing.
     """
     checks.instance("routing", routing, Routing)
     checks.positive_int("num_experts", num_experts)
