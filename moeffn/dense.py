@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from . import checks
-from .backends.torch import activate, activate_backward, halves, joined
+from .backends.activation import activate, activate_backward, halves, joined
 from .config import Activation, Layout
 from .permutation import sum_dtype
 
