@@ -36,14 +36,6 @@ class Cost:
     def training(self) -> int:
         return self.forward + self.backward + self.recompute
 
-    @property
-    def forward_per_token(self) -> float:
-        return self.forward / max(1, self.tokens)
-
-    @property
-    def training_per_token(self) -> float:
-        return self.training / max(1, self.tokens)
-
 
 def _matrices(model: Architecture, mtp: bool) -> Iterator[Weight]:
     for weight in model.weights(mtp):
