@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
+from .accounting.live import read_module
 from .config import Activation, Layout, MoEConfig, RouterConfig
 from .layer import DenseFFN, MoEFFN
 
@@ -36,34 +37,32 @@ class UpcycledLayer:
 class UpcycleReport:
     """What `upcycle` did. `module` is the MoEFFN, or the model, changed in place. print() shows a line per layer.
 
-    other: weights of the model outside the upcycled FFNs (0 for one FFN), each counted once and always active.
+    total_before, total_after: weights of the whole module, a tied weight counted once. idle: those outside the upcycled
+    FFNs that one token does not use (experts of mixtures that were there already); None, counted as 0, where experts
+    are there of which nothing says how many a token uses.
     """
 
     module: nn.Module
     layers: tuple[UpcycledLayer, ...]
-    other: int
-
-    @property
-    def total_before(self) -> int:
-        return self.other + sum(layer.dense for layer in self.layers)
+    total_before: int
+    total_after: int
+    idle: int | None
 
     @property
     def active_before(self) -> int:
-        return self.total_before
-
-    @property
-    def total_after(self) -> int:
-        return self.other + sum(layer.total for layer in self.layers)
+        return self.total_before - (self.idle or 0)
 
     @property
     def active_after(self) -> int:
-        return self.other + sum(layer.active for layer in self.layers)
+        return self.total_after - (self.idle or 0) - sum(layer.total - layer.active for layer in self.layers)
 
     def __str__(self) -> str:
         lines = [f"{layer.name or 'FFN'}: {layer.dense:,} weights -> {layer.total:,} total, {layer.active:,} active"
                  for layer in self.layers]
         lines.append(f"all: total {self.total_before:,} -> {self.total_after:,}, "
                      f"active {self.active_before:,} -> {self.active_after:,}")
+        if self.idle is None:
+            lines.append("experts that were there already count as active: nothing says how many a token uses")
         return "\n".join(lines)
 
 
@@ -102,7 +101,7 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
         _check(site, granularity)
 
     layers = []
-    other = _size(module) - sum(site.dense.size for site in found)
+    before, idle = _size(module), _idle(module)
     for site in found:
         moe = _mixture(site.dense, num_experts, top_k, granularity, noise, aux_loss_coef, z_loss_coef)
         layers.append(UpcycledLayer(site.names[0], site.dense.size, _size(moe), active_weights(moe)))
@@ -114,7 +113,7 @@ def upcycle(model_or_ffn: nn.Module, num_experts: int, top_k: int, *, granularit
                 module.set_submodule(name, placed)
         for name in site.emptied:
             module.set_submodule(name, nn.Identity())
-    return UpcycleReport(module, tuple(layers), other)
+    return UpcycleReport(module, tuple(layers), before, _size(module), idle)
 
 
 def active_weights(moe: MoEFFN) -> int:
@@ -122,6 +121,14 @@ def active_weights(moe: MoEFFN) -> int:
     E, K = moe.config.num_experts, moe.config.top_k
     experts = _size(moe.experts)
     return _size(moe) - experts + experts * K // E
+
+
+def _idle(module: nn.Module) -> int | None:
+    """Weights of the experts in `module` that one token does not use; None where nothing says how many it uses."""
+    try:
+        return sum(w.total - int(w.active("max")) for w in read_module(module).weights())
+    except ValueError:
+        return None
 
 
 def _size(module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -319,11 +320,50 @@ def test_planning_needs_no_weights():
     assert len(report.replaced) == 2 and all(is_swapped(layer.mlp) for layer in model.layers)
 
 
-def test_replacing_twice_says_so():
-    model = MODELS["llama"]()
-    replace_ffn(model)
-    with pytest.raises(ValueError, match="already replaced"):
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_replacing_twice_says_so(name):
+    model = MODELS[name]()
+    first = replace_ffn(model, backend="torch")
+    again = replace_ffn(model, backend="torch")
+    why = {left.name: left.reason for left in again.left}
+    assert not again.replaced and {why[r.name] for r in first.replaced} == {"already replaced (backend 'torch')"}
+    with pytest.raises(ValueError, match=r"backend: expected 'torch', by which .* is already replaced .*, got 'auto'"):
         replace_ffn(model)
+
+
+def test_a_backend_for_experts_is_not_silently_dropped_for_dense_ffns():
+    for name in ("llama", "bert"):
+        report = replace_ffn(MODELS[name](), backend="native")
+        assert all("plain torch: backend 'native' is for experts" in r.note for r in report.replaced)
+        assert "is for experts" not in replace_ffn(MODELS[name](), backend="torch").describe()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_an_exchanged_activation_is_honoured(name):
+    model = MODELS[name]().eval()
+    if name == "llama":
+        block, holder, attribute = model.model.layers[0].mlp, "", "act_fn"
+    else:
+        block, holder, attribute = model.bert.encoder.layer[0], "intermediate", "intermediate_act_fn"
+    own = copy.deepcopy(block)
+    replace_ffn(block)
+    x = torch.randn(1, 3, 32)
+    twins = [block, copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
+    for twin in twins:  # a copy's own activation is not an exchanged one
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            before = through(twin, x)
+        torch.testing.assert_close(before, through(own, x))
+    for module in (*twins, own):
+        setattr(module.get_submodule(holder), attribute, nn.Tanh())
+    for twin in twins:
+        with pytest.warns(UserWarning, match=f"{attribute} of .* was exchanged"):
+            got = through(twin, x)
+        torch.testing.assert_close(got, through(own, x))
+
+
+def through(block, x):
+    return block.output(block.intermediate(x), x) if hasattr(block, "intermediate") else block(x)
 
 
 def test_shared_modules_are_replaced_once():

@@ -132,6 +132,40 @@ def test_a_model_is_changed_in_place_and_counted():
     assert f"{report.total_after:,}" in str(report) and "0.ffn" in str(report)
 
 
+def test_experts_that_were_there_already_are_not_all_active():
+    model = nn.Sequential(Block(), Block())
+    upcycle(model, 4, 1, where=lambda name: name.startswith("0"))
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, model[0].ffn.experts)]
+    report = upcycle(model, 8, 2, where=lambda name: name.startswith("1"))
+    one = sizes[1] // 4
+    assert (report.total_before, report.active_before) == (sizes[0], sizes[0] - 3 * one)
+    assert report.total_after == sizes[0] + 7 * one + 8 * 12
+    assert report.active_after == report.active_before + one + 8 * 12
+
+
+def test_experts_of_unknown_number_per_token_are_told():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(4, 6, 12))
+
+    model = nn.ModuleDict({"a": Block(), "experts": Experts()})
+    report = upcycle(model, 4, 2)
+    assert report.idle is None and "nothing says how many a token uses" in str(report)
+    assert report.total_after - report.active_after == report.layers[0].total - report.layers[0].active
+
+
+def test_tied_weights_count_once():
+    model = nn.Sequential(Block(), Block(), nn.Linear(12, 48, bias=False))
+    model[1].ffn.w_out = model[0].ffn.w_out
+    model[2].weight = model[0].ffn.w_in
+    size = sum(p.numel() for p in model.parameters())
+    report = upcycle(model, 4, 2)
+    assert report.total_before == report.active_before == size
+    assert report.total_after == sum(p.numel() for p in model.parameters())
+    assert report.active_after == report.total_after - sum(layer.total - layer.active for layer in report.layers)
+
+
 def test_where_chooses_layers_and_a_shared_module_stays_shared():
     model = nn.ModuleDict({"a": Block(), "b": Block()})
     model["c"] = model["b"]

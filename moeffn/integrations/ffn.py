@@ -12,7 +12,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class DensePlan:
     """How to run one dense FFN. w_in: names of the linear layers (one, or gate and up); up_first: the fused layer holds
     up before gate; tail: dropout after w_out; inner: dropouts elsewhere, noisy: randomness in training without a
     module; with either active in training the module's own forward runs. takes: names of the forward's arguments, x and
-    possibly a residual that is added; optional: further ones, which when given make the module's own forward run."""
+    possibly a residual that is added; optional: further ones, which when given make the module's own forward run.
+    held: the activation and what else the module's code may call, by attribute path; when one of them was exchanged
+    the module's own forward runs."""
 
     w_in: tuple[str, ...]
     w_out: str
@@ -48,6 +50,7 @@ class DensePlan:
     noisy: bool = False
     takes: tuple[str, ...] = ("x",)
     optional: tuple[str, ...] = ()
+    held: tuple[tuple[str, Any], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def residual(self) -> bool:
@@ -104,7 +107,7 @@ def plan(module: nn.Module) -> DensePlan | str:
     for w_in, w_out, gated in _orders(found):
         outcome = _try(module, found, w_in, w_out, gated, numbers)
         if outcome is not None:
-            return outcome
+            return replace(outcome, held=tuple(_held(module)))
     return _REASON_MATHS
 
 
@@ -197,6 +200,22 @@ def _own(module: nn.Module, x: Tensor, tensors: dict[str, Tensor], found: dict[s
     return out if isinstance(out, Tensor) else None
 
 
+def _held(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules without parameters and functions that the module's code may call, dropouts left out."""
+    for path, part in module.named_modules():
+        if path and not is_dropout(part) and not any(True for _ in part.parameters()):
+            yield path, part
+        for name, value in vars(part).items():
+            if inspect.isroutine(value) and not name.startswith("_"):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
 def is_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd)
 
@@ -247,18 +266,25 @@ def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:
 
 
 def own_forward_now(module: Any, p: DensePlan, layers: list[Any]) -> bool:
-    """Whether the module's own forward must run: training noise between the projections, or projections that have been
-    wrapped or hooked since the replacement (adapters such as LoRA), of which a warning tells once."""
+    """Whether the module's own forward must run: training noise between the projections, or, since the replacement,
+    projections wrapped or hooked (adapters such as LoRA) or an activation exchanged, of which a warning tells once."""
     if module.training and (p.noisy or any(module.get_submodule(n).p > 0 for n in p.inner)):
         return True
     for layer in layers:
         if not isinstance(layer, (nn.Linear, Conv1D)) or layer._forward_hooks or layer._forward_pre_hooks:
-            if not module.__dict__.get("_moeffn_warned"):
-                module.__dict__["_moeffn_warned"] = True
-                warnings.warn(f"a projection of {type(module).__name__} ({type(layer).__name__}) was wrapped or hooked "
-                              "after replace_ffn: the module's own forward runs instead of moeffn's", stacklevel=3)
+            _warn(module, f"a projection of {type(module).__name__} ({type(layer).__name__}) was wrapped or hooked")
+            return True
+    for path, value in p.held:
+        if _attribute(module, path) is not value:
+            _warn(module, f"{path} of {type(module).__name__} was exchanged")
             return True
     return False
+
+
+def _warn(module: Any, what: str) -> None:
+    if not module.__dict__.get("_moeffn_warned"):
+        module.__dict__["_moeffn_warned"] = True
+        warnings.warn(f"{what} after replace_ffn: the module's own forward runs instead of moeffn's", stacklevel=4)
 
 
 _INLINE = (("fc1", "fc2"), ("linear1", "linear2"), ("ffn", "ffn_output"), ("lin1", "lin2"))

@@ -66,7 +66,8 @@ def plan(parent: Any) -> PairReading | str:
     if not _dense_first(parent.output):
         return "its output module does not give its first argument to dense"
     names = tuple(n.removeprefix("intermediate.") for n in found.w_in)
-    return PairReading(ffn.replace(found, w_in=names, w_out="", tail=(), inner=found.inner), parent.intermediate,
+    held = tuple((path.removeprefix("intermediate."), value) for path, value in found.held)
+    return PairReading(ffn.replace(found, w_in=names, w_out="", tail=(), held=held), parent.intermediate,
                        parent.output)
 
 

@@ -36,7 +36,7 @@ def register(name: str = "moeffn", *, backend: str = "auto") -> None:
     Then choose it by `experts_implementation=name` in `from_pretrained`, or `model.set_experts_implementation(name)`.
     Models with FP8 experts get a NotImplementedError when they run. Raises ValueError for an unknown backend.
     """
-    checks.one_of("backend", backend, ("auto", *backends.BACKENDS))
+    backends.check_name(backend)
 
     def moeffn_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
                                top_k_weights: Tensor) -> Tensor:
@@ -131,17 +131,20 @@ def replace_ffn(model: nn.Module, *, backend: str = "auto", moe: bool = True, de
     `model` is a transformers model, one of its blocks, or any module with FFNs inside. Parameters, state dict keys,
     routers, return values and `save_pretrained` files stay what they were; `experts_implementation` no longer matters
     to what was replaced. Everything is planned and checked before
-    anything changes: after an error the model is untouched. Dense FFNs run on plain torch whatever the backend.
+    anything changes: after an error the model is untouched. Dense FFNs run on plain torch whatever the backend, which
+    the report says of each where another was asked for. What an earlier call replaced stays as it is and is listed as
+    left; a model in which nothing else is to be done is no error.
 
-    Raises ValueError when there is nothing to replace, when a MoE block is of an unsupported family or computes what
-    moeffn cannot (`on_unsupported="leave"` lists it in the report instead), or when `backend` cannot run here.
+    Raises ValueError when there is nothing to replace, when an earlier call replaced with another backend, when a MoE
+    block is of an unsupported family or computes what moeffn cannot (`on_unsupported="leave"` lists both in the report
+    instead), or when `backend` cannot run here.
     """
     checks.instance("model", model, nn.Module)
-    checks.one_of("backend", backend, ("auto", *backends.BACKENDS))
+    backends.check_name(backend)
     checks.one_of("on_unsupported", on_unsupported, ("raise", "leave"))
     planner = _Planner(model, backend, moe, dense, on_unsupported)
     planner.walk("", model)
-    if not planner.steps:
+    if not planner.steps and not planner.replaced_before:
         reasons = "; ".join(f"{left.name or left.cls}: {left.reason}" for left in planner.left) or "it holds none"
         raise checks.bad("model", "a model or block with an FFN that moeffn can replace",
                          f"{type(model).__name__} ({reasons})")
@@ -158,6 +161,7 @@ class _Planner:
         self.steps: list[_Step] = []
         self.left: list[Left] = []
         self.seen: set[nn.Module] = set()
+        self.replaced_before = False
 
     def walk(self, name: str, module: nn.Module) -> None:
         if module in self.seen:
@@ -168,7 +172,7 @@ class _Planner:
         cls = original_class(module).__name__
         if is_swapped(module):
             taken = ("*",)
-            self.leave(name, module, f"already replaced (backend {module._moeffn.backend!r})")  # type: ignore[union-attr]
+            self.note_replaced(name, module)
         elif families.lookup(module, "router") is not None:
             taken = ("*",)
         elif cls in families.LEFT and families.from_transformers(original_class(module)):
@@ -195,6 +199,14 @@ class _Planner:
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
         self.left.append(Left(name, original_class(module).__name__, reason))
+
+    def note_replaced(self, name: str, module: Any) -> None:
+        earlier = module._moeffn.backend
+        if earlier != self.backend and not self.lenient:
+            raise checks.bad("backend", f"{earlier!r}, by which {name or 'the model'} is already replaced (load the "
+                             "model anew to choose another)", repr(self.backend))
+        self.replaced_before = True
+        self.leave(name, module, f"already replaced (backend {earlier!r})")
 
     def refuse(self, name: str, module: nn.Module, reason: str) -> None:
         if not self.lenient:
@@ -248,7 +260,7 @@ class _Planner:
                 self.leave(name, module, found)
             return False
         entry = Replaced(name, "dense", type(module).__name__, families.family_of(module), found.activation,
-                         note=_note(found))
+                         note=_note(found, self.backend))
         self.steps.append(_Step(module, SwapState("dense", self.backend, found), entry))
         return True
 
@@ -257,7 +269,7 @@ class _Planner:
         if isinstance(found, str):
             self.leave(f"{name}.intermediate".lstrip("."), parent.intermediate, found)
             return ()
-        note = "intermediate hands its input on; output.dense runs the FFN. " + _note(found.plan)
+        note = "intermediate hands its input on; output.dense runs the FFN. " + _note(found.plan, self.backend)
         entry = Replaced(f"{name}.intermediate".lstrip("."), "dense", type(parent.intermediate).__name__,
                          families.family_of(parent), found.plan.activation, note=note.strip())
         self.steps.append(_Step(parent.intermediate, SwapState("pair_in", self.backend, found), entry))
@@ -265,8 +277,10 @@ class _Planner:
         return ("intermediate", "output")
 
 
-def _note(plan: ffn.DensePlan) -> str:
+def _note(plan: ffn.DensePlan, backend: str) -> str:
     notes = []
+    if backend not in ("auto", "torch"):
+        notes.append(f"plain torch: backend {backend!r} is for experts")
     if plan.inner or plan.noisy:
         notes.append("in training with dropout between the projections, its own forward runs")
     if plan.optional:
