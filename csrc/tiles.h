@@ -81,21 +81,29 @@ MOEFFN_INLINE int64_t row_lanes(int64_t elems) {
   return round_to(lanes_of<L>(elems), W) + W;
 }
 
+// The lanes of two vectors, one of each in turn: the first or the second half of each.
+MOEFFN_INLINE vf interleave(vf a, vf b, int half) {
+#if defined(__clang__)
+  vf r;
+  for (int i = 0; i < W; ++i) r[i] = (i % 2 ? b : a)[half * (W / 2) + i / 2];
+  return r;
+#else
+  vi lanes;
+  for (int i = 0; i < W; ++i) lanes[i] = half * (W / 2) + i / 2 + (i % 2) * W;
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
 // In place: the W x W transpose of 32-bit lanes, by log2(W) rounds of interleaving.
 MOEFFN_INLINE void transpose(vf (&r)[W]) {
 #if MOEFFN_WIDTH > 1
-  vi lo, hi;
-  for (int i = 0; i < W; ++i) {
-    lo[i] = i / 2 + (i % 2) * W;
-    hi[i] = W / 2 + i / 2 + (i % 2) * W;
-  }
 #pragma GCC unroll 4
   for (int step = 1; step < W; step *= 2) {
     vf t[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W / 2; ++i) {
-      t[2 * i] = __builtin_shuffle(r[i], r[i + W / 2], lo);
-      t[2 * i + 1] = __builtin_shuffle(r[i], r[i + W / 2], hi);
+      t[2 * i] = interleave(r[i], r[i + W / 2], 0);
+      t[2 * i + 1] = interleave(r[i], r[i + W / 2], 1);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) r[i] = t[i];
