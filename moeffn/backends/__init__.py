@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
+from pathlib import Path
 
 import torch
 
@@ -75,9 +77,19 @@ resolve._dynamo_marked_constant = routes._dynamo_marked_constant = True  # type:
 def _resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     if backend == "auto":
         order = _AUTO.get(device.type, ("torch",))
+        missing = available(order[0], device, dtype) or ""
+        if "not built" in missing:
+            _warn_of_slow_backend(missing)
         return next(name for name in order if available(name, device, dtype) is None)
     check_name(backend)
     reason = available(backend, device, dtype)
     if reason is not None:
         raise checks.bad("backend", f"one that runs on {device} in {dtype}", f"{backend!r}: {reason}")
     return backend
+
+
+@functools.cache
+def _warn_of_slow_backend(missing: str) -> None:
+    """Once: what people meet who start Python in a clone, where the source tree hides the installed package."""
+    warnings.warn(f"backend 'auto' runs torch, which is slower: {missing}. This moeffn is the one in "
+                  f"{Path(__file__).parent.parent.parent}; a source tree has no compiled module", stacklevel=6)
