@@ -38,6 +38,9 @@ def test_params_command(invoke, tmp_path):
     result = invoke("params", str(tmp_path / "config.json"))
     assert result.exit_code == 2
     assert "config.hidden_size is missing" in result.output
+    (tmp_path / "bytes.json").write_bytes(b"\x80")
+    result = invoke("params", str(tmp_path / "bytes.json"))
+    assert (result.exit_code, "bytes.json: not JSON" in result.output) == (2, True)
     assert invoke("params", "LongCat-Flash").exit_code == 0
 
 
@@ -69,12 +72,28 @@ def test_plan_command(invoke, tmp_path):
     ("--tokens", "0", "tokens_per_rank: expected at least 1"), ("--cluster", "none", "cluster: expected"),
     ("--dtype", "fp6", "dtype: expected fp8 or bf16"), ("--overlap", "some", "workload.overlap: expected"),
     ("--context", "-5", "workload.context: expected at least 0"), ("--replicas", "-1", "replicas: expected at least 0"),
-    ("--png", "/nowhere/plan.png", "No such file"), ("--trace", "/nowhere", "trace: expected a JSON file"),
+    ("--png", "/nowhere/plan.png", "png: expected a path that can be written, got '/nowhere/plan.png' (No such file"),
+    ("--trace", "/nowhere", "trace: expected a JSON file"),
 ])
 def test_plan_refuses_by_name(invoke, option, value, message):
     result = invoke("plan", "DeepSeek-V3", "--ranks", "8", "--tokens", "32", option, value)
     assert result.exit_code == 2, result.output
     assert message in result.output
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("[]", "a list that is not empty, got []"), ('[NaN, 1]', "finite loads of at least 0, got [nan, 1]"),
+    ('["a"]', "finite loads of at least 0"), ("[-1, 2]", "finite loads of at least 0"),
+    ('[[0, 1], ["a"]]', "rows of expert ids (-1: none)"), ("[[0, 1], 2]", "rows of expert ids of at least 0"),
+    ("[[-2, 2]]", "rows of expert ids (-1: none)"), ("[[1.5, 2]]", "rows of expert ids of at least 0"),
+    (b"\x80", "a JSON file, got 'utf-8' codec"),
+])
+def test_plan_refuses_a_trace_by_name(invoke, tmp_path, text, message):
+    trace = tmp_path / "trace.json"
+    trace.write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = invoke("plan", "DeepSeek-V3", "--ranks", "8", "--tokens", "32", "--trace", str(trace))
+    assert result.exit_code == 2, result.output
+    assert f"trace: expected {message}" in result.output
 
 
 def test_plan_says_where_ranks_stop_paying(invoke):

@@ -111,6 +111,13 @@ def test_a_bad_config_names_its_key(text, words, tmp_path, capsys):
         assert words in err
 
 
+def test_a_config_that_is_no_text_is_a_users_error(tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes(b"\x80")
+    code, _, err = run(capsys, "bench", tmp_path)
+    assert code == 2
+    assert "expected a JSON object, got bytes that are no text" in err
+
+
 def test_our_own_faults_keep_their_traceback(monkeypatch):
     from moeffn.cli import doctor
 

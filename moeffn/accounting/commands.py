@@ -129,7 +129,10 @@ def plan(
             plot(found, png)
     except ModuleNotFoundError as error:
         raise _fail(ValueError(f"png: needs matplotlib ({error})")) from None
-    except (ValueError, TypeError, OSError) as error:
+    except OSError as error:
+        problem = f"png: expected a path that can be written, got {str(png)!r} ({error.strerror})"
+        raise _fail(ValueError(problem)) from None
+    except (ValueError, TypeError) as error:
         raise _fail(error) from None
     if as_json:
         typer.echo(json.dumps(_plan_data(found), indent=1))
@@ -141,12 +144,16 @@ def _loads(source: str, path: Path) -> list[float]:
     """Loads of the experts, from a file of loads or of a routing trace."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:  # of JSON, or of bytes that are no text
         raise ValueError(f"trace: expected a JSON file, got {error}") from None
     if not isinstance(data, list) or not data:
-        raise ValueError(f"trace: expected a list, got {type(data).__name__}")
+        raise ValueError(f"trace: expected a list that is not empty, got {str(data)[:40]}")
     if isinstance(data[0], list):
+        if not all(isinstance(row, list) and all(type(e) is int and e >= -1 for e in row) for row in data):
+            raise ValueError(f"trace: expected rows of expert ids (-1: none), got {str(data)[:40]}")
         return [float(n) for n in expert_counts(data, max(layer.num_experts for layer in count(source).layers))]
+    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) and 0 <= n < float("inf") for n in data):
+        raise ValueError(f"trace: expected finite loads of at least 0, got {str(data)[:40]}")
     return [float(n) for n in data]
 
 
