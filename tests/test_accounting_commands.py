@@ -84,8 +84,8 @@ def test_plan_refuses_by_name(invoke, option, value, message):
 @pytest.mark.parametrize(("text", "message"), [
     ("[]", "a list that is not empty, got []"), ('[NaN, 1]', "finite loads of at least 0, got [nan, 1]"),
     ('["a"]', "finite loads of at least 0"), ("[-1, 2]", "finite loads of at least 0"),
-    ('[[0, 1], ["a"]]', "rows of expert ids (-1: none)"), ("[[0, 1], 2]", "rows of expert ids of at least 0"),
-    ("[[-2, 2]]", "rows of expert ids (-1: none)"), ("[[1.5, 2]]", "rows of expert ids of at least 0"),
+    ('[[0, 1], ["a"]]', "rows of expert ids (-1: none)"), ("[[0, 1], 2]", "rows of expert ids (-1: none)"),
+    ("[[-2, 2]]", "rows of expert ids (-1: none)"), ("[[1.5, 2]]", "rows of expert ids (-1: none)"),
     (b"\x80", "a JSON file, got 'utf-8' codec"),
 ])
 def test_plan_refuses_a_trace_by_name(invoke, tmp_path, text, message):
