@@ -231,8 +231,10 @@ class MoEFFN(nn.Module):
         """Routed plus shared experts: x (T, D) -> (T, D)."""
         if self.shared is None:
             return self.experts(x, routing, backend=self.backend)
-        y = moe_with_shared(x, routing, self.experts.weights, self.shared.weights, self.shared.output_gate(x),
-                            backend=self.backend)
+        y = None
+        if not self.training:  # where checkpointing runs a layer without gradients first, both runs must agree
+            y = moe_with_shared(x, routing, self.experts.weights, self.shared.weights, self.shared.output_gate(x),
+                                backend=self.backend)
         if y is None:
             y = self.experts(x, routing, backend=self.backend) + self.shared(x)
         return y * 0.5 if self.config.shared_combine == "average" else y
