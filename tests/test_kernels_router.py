@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 from interpreted import interpreted, poisoned, sanitized
-from test_routing import BAD_ROWS, FAMILIES, MODES, NAN, assert_same_routing, golden, random_config, selection_bias
+from test_routing import BAD_ROWS, MODES, NAN, assert_same_routing, random_config, selection_bias
+from test_routing_families import FAMILIES, golden
 
 from moeffn import MoEConfig, MoEFFN, RouterConfig, route, routing
 from moeffn.backends import get
