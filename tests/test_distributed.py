@@ -12,10 +12,12 @@ from distributed_problems import DISPATCHERS, Problem, gathered, on_rank, one_pr
 from moeffn import ExpertWeights, Routing, moe_ffn, reference
 from moeffn.distributed import (
     AllToAll,
+    Dispatcher,
     Local,
     MismatchError,
     Placement,
     RankAbsentError,
+    expert_parallel_ffn,
     run_loopback,
 )
 from moeffn.distributed.transport import LoopbackTransport
@@ -152,17 +154,33 @@ def test_ranks_that_disagree_are_named():
         def program(t: LoopbackTransport) -> None:
             odd = change if t.rank == 2 else {}
             d = AllToAll(t, odd.get("placement", placement), dedup=odd.get("dedup", "rank"))
+            d.chunks = odd.get("chunks", 2)
             K, D = odd.get("K", 2), odd.get("D", 4)
             x = torch.zeros(3, D, dtype=odd.get("dtype", torch.float32))
             d.dispatch(x, Routing(torch.zeros(3, K, dtype=torch.int32), torch.ones(3, K)))
         return program
 
     cases = {"top_k": {"K": 1}, "d_model": {"D": 5}, "dtype": {"dtype": torch.float64},
-             "the placement": {"placement": Placement.chunked(4, 3)}, "settings": {"dedup": "none"}}
+             "the placement": {"placement": Placement.chunked(4, 3)}, "settings": {"dedup": "none"},
+             "chunks": {"chunks": 3}}
     for word, change in cases.items():
         with pytest.raises(MismatchError, match=rf"rank 2 disagree on .*{word}") as caught:
             run_loopback(3, different(**change))
         assert caught.value.ranks == (2,)
+
+
+def test_ranks_that_cut_their_tokens_otherwise_are_named():
+    """In a later call, too, and with every dispatcher that announces."""
+    weights = ExpertWeights(torch.zeros(1, 4, 3), torch.zeros(1, 3, 2))
+
+    def program(t: LoopbackTransport, make: Callable[..., Dispatcher]) -> None:
+        d, routing = make(t, Placement.balanced(4, 4)), Routing(torch.zeros(6, 1, dtype=torch.int32), torch.ones(6, 1))
+        for chunks in (2, 2, 3 if t.rank == 1 else 2):
+            expert_parallel_ffn(torch.zeros(6, 3), routing, weights, d, backend="torch", chunks=chunks)
+
+    for name in DISPATCHERS.keys() - {"budget"}:
+        with pytest.raises(MismatchError, match="rank 1 disagree on chunks: rank 1 has 3, the others 2"):
+            run_loopback(4, lambda t, name=name: program(t, DISPATCHERS[name]))
 
 
 def test_a_rank_that_stops_does_not_hang_the_others():

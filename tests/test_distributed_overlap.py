@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from distributed_problems import DISPATCHERS, Problem, Ran, gathered, one_process, random_problem
 from torch import Tensor
 
-from moeffn import Activation, ExpertWeights, Routing
+from moeffn import Activation, ExpertWeights, Routing, moe_ffn
 from moeffn.distributed import (
     AllToAll,
     Handle,
     Local,
     Placement,
     expert_parallel_ffn,
+    functional,
     run_loopback,
 )
 from moeffn.distributed.transport import LoopbackTransport
@@ -62,28 +66,78 @@ def test_overlap_changes_nothing(name: str, chunks: int, local_first: bool):
             assert torch.allclose(value, want[key], rtol=0, atol=1e-11), (seed, key)
 
 
+def test_parts_fly_out_and_home_while_experts_work(monkeypatch):
+    """Three chunks: part i flies out, and the results of part i - 2 home, while the experts work on part i - 1; in
+    backward a part's gradients fly while those of another part pass the experts."""
+    orders: dict[int, list[str]] = {}  # each rank is a thread
+
+    def experts(x: Tensor, routing: Routing, weights: ExpertWeights, **_: object) -> Tensor:
+        orders[threading.get_ident()].append("experts")
+        y = moe_ffn(x, routing, weights, backend="torch")
+        y.register_hook(lambda _: orders[threading.get_ident()].append("experts backward"))
+        return y
+
+    def program(t: LoopbackTransport) -> tuple[list[str], list[str]]:
+        order = orders[threading.get_ident()] = []
+        start = t.start
+
+        def traced(rows: Tensor, send: list[int], recv: list[int], what: str) -> object:
+            came = start(rows, send, recv, what).wait()
+            if what in ("counts", "agreement"):
+                return SimpleNamespace(wait=lambda: came)
+            order.append(f"{what} departs")
+            return SimpleNamespace(wait=lambda: (order.append(f"{what} arrives"), came)[1])
+
+        t.start = traced
+        w_in, w_out = torch.randn(1, 4, 3).requires_grad_(), torch.randn(1, 3, 2).requires_grad_()
+        x, ids = torch.randn(6, 3).requires_grad_(), torch.tensor([[0, 1]] * 6, dtype=torch.int32)
+        y = expert_parallel_ffn(x, Routing(ids, torch.ones(6, 2)), ExpertWeights(w_in, w_out),
+                                AllToAll(t, Placement.balanced(2, 2)), chunks=3)
+        forward = order.copy()
+        order.clear()
+        y.sum().backward()
+        return forward, order
+
+    monkeypatch.setattr(functional, "moe_ffn", experts)
+    (forward, backward), second = run_loopback(2, program)
+    assert second == (forward, backward)
+    assert forward == [
+        "dispatch departs", "dispatch arrives", "dispatch departs", "experts", "dispatch arrives",
+        "dispatch departs", "combine departs", "experts", "combine arrives", "dispatch arrives",
+        "combine departs", "experts", "combine arrives", "combine departs", "combine arrives"]
+    assert backward == [
+        "combine backward departs", "combine backward arrives", "combine backward departs", "experts backward",
+        "combine backward arrives", "dispatch backward departs", "combine backward departs", "experts backward",
+        "combine backward arrives", "dispatch backward arrives", "dispatch backward departs", "experts backward",
+        "dispatch backward arrives", "dispatch backward departs", "dispatch backward arrives"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_local_first_rounds_as_without(dtype: torch.dtype):
+@pytest.mark.parametrize("options", [{"local_first": True}, {"chunks": 3}, {"chunks": 2, "local_first": True}], ids=str)
+def test_overlap_rounds_as_without(options: dict[str, int], dtype: torch.dtype):
     """Integer-valued tokens and weights: every expert's result is exact whatever the number of its rows, so outputs and
-    gradients of x must be bitwise those without overlap: the own part is the first term of the same sums."""
+    gradients of x must be bitwise those without overlap: the own part is the first term of the same sums, and chunks
+    cut no sum. (With replicas a chunk may choose another copy, of another rank: another order.)"""
     rounded = 0
     for seed in range(700, 720):
         p = random_problem(seed, dtype)
+        if "chunks" in options and p.placement.has_replicas:
+            continue
         exact = [*p.x, *p.dy, p.w_in, p.w_out]
         for t in exact:
             t.copy_((t.double() * 2).round())
 
-        def program(t: LoopbackTransport, local_first: bool, p: Problem = p) -> tuple[Tensor, Tensor]:
+        def program(t: LoopbackTransport, options: dict[str, int], p: Problem = p) -> tuple[Tensor, Tensor]:
             held = list(p.placement.experts_of_rank[t.rank])
             x = p.x[t.rank].clone().requires_grad_()
             w = torch.full_like(p.weights[t.rank], 0.3)
             y = expert_parallel_ffn(x, Routing(p.ids[t.rank], w), ExpertWeights(
                 p.w_in[held][:, : p.w_out.shape[2]], p.w_out[held], activation=RELU), AllToAll(t, p.placement),
-                backend="torch", local_first=local_first)
+                backend="torch", **options)
             y.backward(p.dy[t.rank])
             return y.detach(), x.grad
 
-        with_it, without = (run_loopback(p.W, lambda t, on=on: program(t, on)) for on in (True, False))
+        with_it, without = (run_loopback(p.W, lambda t, o=o, program=program: program(t, o)) for o in (options, {}))
         for (y, dx), (y0, dx0) in zip(with_it, without, strict=True):
             assert torch.equal(y, y0) and torch.equal(dx, dx0), seed
             rounded += int(((y.double() / 0.3).frac() != 0).sum())

@@ -106,17 +106,16 @@ class Block:
 
     def raw(self, handle: Handle) -> Callable[[], None]:
         """Bare collectives with the bytes and splits of one step of this handle."""
-        D, calls = self.config.d_model, []
+        D, G = self.config.d_model, self.transport.size
+        announced = handle.bytes_counts // max(1, G - 1)
+        calls: list[Any] = [(self.transport.group, announced, (1,) * G, (1,) * G)]
         for hop in handle.hops:
             group = hop.transport.group  # type: ignore[attr-defined]
             out = RowFormat.token(D, self.dtype, hop.C, torch.float32).row_bytes
             back = RowFormat.gradient(D, self.dtype, hop.C, torch.float32).row_bytes
             plain = RowFormat.vector(D, self.dtype).row_bytes
-            G = hop.transport.size
-            announced = 4 * (5 + G + self.placement.num_places)
-            calls += [(group, announced, (1,) * G, (1,) * G), (group, out, hop.send, hop.recv),
-                      (group, plain, hop.recv, hop.send), (group, plain, hop.send, hop.recv),
-                      (group, back, hop.recv, hop.send)]
+            calls += [(group, out, hop.send, hop.recv), (group, plain, hop.recv, hop.send),
+                      (group, plain, hop.send, hop.recv), (group, back, hop.recv, hop.send)]
         buffers = [(torch.zeros(sum(send), row, dtype=torch.uint8, device=self.x.device),
                     torch.zeros(sum(recv), row, dtype=torch.uint8, device=self.x.device), list(send), list(recv), group)
                    for group, row, send, recv in calls]

@@ -92,7 +92,7 @@ def estimate(placement: Placement, *, tokens: int, d_model: int, top_k: int, dty
         inside = tokens * per_rank * (1 - 1 / n)
         both = out + back
         slow = (across * both / links.across_gb_s + inside * both / links.inside_gb_s) / 1e9
-        found.append(Estimate("two_level", inside, across, (inside + across) * both, 6 * links.latency_s + slow))
+        found.append(Estimate("two_level", inside, across, (inside + across) * both, 5 * links.latency_s + slow))
     return sorted(found, key=lambda e: e.seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from torch import Tensor
 from .errors import MismatchError, name_ranks
 from .transport import Transport
 
-_AGREED = ("d_model", "top_k", "dtype")  # must be the same on every rank
-_HEADER = (*_AGREED, "tokens", "rank")
+_AGREED = ("d_model", "top_k", "dtype", "chunks")  # must be the same on every rank
+_HEADER = (*_AGREED, "rank", "tokens")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Counts:
     """The announcements of all G ranks of a group, on the host.
 
     tokens (G,); rows (G, G): rows[s, d] go from s to d; slots (G, P): slots of rank s for each place;
-    owner (P,): the rank of the group that holds each place.
+    owner (P,): the rank of the group that holds each place; nbytes: what announcing them sent from this rank.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Counts:
     rows: Tensor
     slots: Tensor
     owner: Tensor
+    nbytes: int = 0
 
     @property
     def send(self) -> tuple[int, ...]:
@@ -81,22 +83,31 @@ class Counts:
 
 
 def announce(transport: Transport, *, T: int, K: int, D: int, dtype: torch.dtype, rows: Tensor, per_place: Tensor,
-             owner: Tensor) -> Counts:
-    """Exchange the announcements: rows (G,) and per_place (P,) of this rank -> those of all. owner (P,) on the host.
+             owner: Tensor, chunks: int = 1) -> Counts:
+    """Exchange the announcements: rows (X,) and per_place (P,) of this rank -> those of all, rows (G, X) being what the
+    caller makes of them. owner (P,) on the host; chunks: in how many parts the caller's tokens travel.
 
     One exchange and one device-to-host copy. Raises MismatchError naming the ranks whose sizes differ from the others'.
     """
-    G = transport.size
-    head = torch.tensor([D, K, code(dtype), T, transport.rank], dtype=torch.int32)
-    mine = torch.cat([head.to(rows.device), rows.to(torch.int32), per_place.to(torch.int32)])
+    X = rows.shape[0]
+    head = _head(D, K, code(dtype), chunks, transport.rank, rows.device)
+    tokens = torch.full((1,), T, dtype=torch.int32, device=rows.device)
+    mine = torch.cat([head, tokens, rows.to(torch.int32), per_place.to(torch.int32)])
     table = gather_ints(transport, mine, "counts")
     check_agreement(table, _AGREED, "counts")
-    told = table[:, len(_HEADER) - 1].tolist()
+    told = table[:, len(_AGREED)].tolist()
     wrong = [r for r, v in enumerate(told) if v != r]
     if wrong:
         raise MismatchError(f"counts: what came from {name_ranks(wrong)} is not an announcement of that rank", wrong)
     body = table[:, len(_HEADER) :].long()
-    return Counts(transport.rank, table[:, len(_AGREED)].long(), body[:, :G], body[:, G:], owner)
+    return Counts(transport.rank, table[:, len(_HEADER) - 1].long(), body[:, :X], body[:, X:], owner,
+                  4 * table.shape[1] * (transport.size - 1))
+
+
+@functools.lru_cache(maxsize=256)
+def _head(D: int, K: int, dtype: int, chunks: int, rank: int, device: torch.device) -> Tensor:
+    """What is the same in every call, on the device: copied there once."""
+    return torch.tensor([D, K, dtype, chunks, rank], dtype=torch.int32, device=device)
 
 
 def gather_ints(transport: Transport, mine: Tensor, what: str) -> Tensor:

@@ -103,22 +103,25 @@ class Hop:
 
 
 def plan_hop(transport: Transport, places: Tensor, owner: tuple[int, ...], *, dedup: Dedup, D: int,
-             dtype: torch.dtype, budget: int | None = None, verify: bool | None = None) -> Hop:
+             dtype: torch.dtype, budget: int | None = None, verify: bool | None = None, chunks: int = 1,
+             counts: Counts | None = None) -> Hop:
     """Lay out a hop: places (T, K) int32, -1: nowhere; owner (P,): the rank of the group that takes each place.
 
-    Announces counts to every rank and checks theirs (one small exchange, one device-to-host copy), except with `budget`
-    rows for each pair of ranks: then sizes are fixed, nothing is announced or copied, and slots beyond are dropped.
+    Announces counts to every rank and checks theirs (one small exchange, one device-to-host copy), except with `counts`
+    that the ranks know already, and with `budget` rows for each pair of ranks: then sizes are fixed, nothing is
+    announced or copied, and slots beyond are dropped.
     """
     T, K = places.shape
     G, device = transport.size, places.device
-    owner_here, owner_host = _owners(owner, device)
+    owner_here, owner_host = owners(owner, device)
     target = owner_here[places.long()]
     per_slot = dedup == "none"
     units = T * K if per_slot else T
-    present = _presence(target, G, dedup)
+    present = presence(target, G, dedup)
     if budget is None:
-        counts = announce(transport, T=T, K=K, D=D, dtype=dtype, rows=present.sum(1),
-                          per_place=_histogram(places, len(owner)), owner=owner_host)
+        if counts is None:
+            counts = announce(transport, T=T, K=K, D=D, dtype=dtype, rows=present.sum(1),
+                              per_place=histogram(places, len(owner)), owner=owner_host, chunks=chunks)
         counts.verify_sums(K, dedup)
         send, recv = counts.send, counts.recv
         position = present.reshape(-1).cumsum(0).view(G, units) - 1
@@ -147,13 +150,13 @@ def plan_hop(transport: Transport, places: Tensor, owner: tuple[int, ...], *, de
 
 
 @functools.lru_cache(maxsize=256)
-def _owners(owner: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table on `device`, with -1 at its end so that place -1 finds it, and on the host without."""
+def owners(owner: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(P,) on `device`, with -1 at its end so that place -1 finds it, and on the host without."""
     host = torch.tensor(owner, dtype=torch.int64)
     return torch.cat([host, torch.tensor([-1])]).to(device), host
 
 
-def _presence(target: Tensor, G: int, dedup: Dedup) -> Tensor:
+def presence(target: Tensor, G: int, dedup: Dedup) -> Tensor:
     """(G, units) bool: does unit u go to rank g?"""
     if dedup == "all":
         return torch.ones((G, target.shape[0]), dtype=torch.bool, device=target.device)
@@ -163,7 +166,7 @@ def _presence(target: Tensor, G: int, dedup: Dedup) -> Tensor:
     return marks[:, :G].t()
 
 
-def _histogram(ids: Tensor, size: int) -> Tensor:
+def histogram(ids: Tensor, size: int) -> Tensor:
     """(size,) int64 counts of the ids in [0, size); integer sums, so deterministic on every device."""
     flat = ids.reshape(-1).long()
     out = torch.zeros(size + 1, dtype=torch.int64, device=ids.device)

@@ -66,11 +66,16 @@ def dispatch(hop: Hop, x: Tensor, weights: Tensor,
     return _ArriveOut.apply(ticket, flight, x.shape[1])
 
 
-def combine(hop: Hop, y: Tensor, mine: Tensor | None = None) -> Tensor:
-    """y (M, D), a row per row that came -> (T, D): mine (T, D), then each token's rows, in float32, rounded once."""
+def combine(hop: Hop, y: Tensor, mine: Tensor | None = None, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    """y (M, D), a row per row that came -> (T, D): mine (T, D), then each token's rows, in float32, rounded once.
+
+    `meanwhile` is called while they fly; the backward of what it does runs while their gradients do.
+    """
     checks.shape("y", y, (sum(hop.recv), y.shape[1]), "a row for each row of the dispatched batch")
     flight = _Flight(hop, y.dtype)
     ticket = _DepartHome.apply(y, flight)
+    if meanwhile is not None:
+        meanwhile()
     return _ArriveHome.apply(ticket, mine, flight, y.shape[1])
 
 

@@ -22,8 +22,9 @@ def expert_parallel_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, dis
 
     routing  over all E experts, for this rank's tokens
     weights  of the L experts (L = 0 too) that `dispatcher.placement` puts on this rank, in slot order
-    chunks   the tokens travel in that many parts, each while the experts work on the part before: the same number on
-             every rank, whatever its tokens (parts may be empty)
+    chunks   the tokens travel in that many parts: part i flies out and the results of part i - 2 fly home while the
+             experts work on part i - 1. The same number on every rank, whatever its tokens (parts may be empty): it is
+             announced, and MismatchError names the ranks that differ
     local_first  slots of this rank's own experts do not travel: they are computed while the others fly
     meanwhile  called once while the tokens fly, for work that does not need them (a shared expert)
 
@@ -32,22 +33,20 @@ def expert_parallel_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, dis
     what `moe_ffn` raises, and ExchangeError.
     """
     checks.positive_int("chunks", chunks)
+    dispatcher.chunks = chunks
     flat = x.reshape(-1, x.shape[-1])
-    outputs, before = [], None
-    parts = zip(flat.tensor_split(chunks), routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks),
-                strict=True)
-    for i, (piece, experts, w) in enumerate(parts):
+    parts: list[_Part] = []
+    pieces = zip(flat.tensor_split(chunks), routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks),
+                 strict=True)
+    for piece, experts, w in pieces:
         part = Routing(experts, w, apply_to=routing.apply_to)
         here, away = split_local(part, dispatcher) if local_first else (None, part)
-        now = _Part(here, weights, dispatcher, backend, (meanwhile if i == 0 else None), before)
+        now = _Part(here, weights, dispatcher, backend, None if parts else meanwhile, parts[-1] if parts else None)
+        parts.append(now)
         now.batch = dispatcher.dispatch(piece, away, meanwhile=now.while_flying)
-        if before is not None:
-            outputs.append(before.combine())
-        before = now
-    assert before is not None
-    before.compute()
-    outputs.append(before.combine())
-    y = outputs[0] if chunks == 1 else torch.cat(outputs)
+    parts[-1].compute()
+    parts[-1].combine()
+    y = parts[0].out if chunks == 1 else torch.cat([p.out for p in parts])
     if routing.identity_weights is not None:
         y = (y + routing.identity_weights[:, None].to(y.dtype) * flat).to(y.dtype)
     return y.reshape(x.shape)
@@ -64,9 +63,11 @@ def split_local(routing: Routing, dispatcher: Dispatcher) -> tuple[Routing, Rout
 
 
 class _Part:
-    """Some of the tokens on their way: what runs while they fly, their batch, their results."""
+    """Some of the tokens on their way: what runs while they fly, their batch, their results, their output."""
 
     batch: Batch
+    y: Tensor
+    out: Tensor
 
     def __init__(self, here: Routing | None, weights: ExpertWeights, dispatcher: Dispatcher, backend: str,
                  meanwhile: Callable[[], None] | None, before: _Part | None) -> None:
@@ -79,15 +80,23 @@ class _Part:
             self.meanwhile()
         if self.before is not None:
             self.before.compute()
-            self.before = None
         if self.here is not None:
             self.mine = local_experts(x, self.here, self.weights, backend=self.backend)
 
     def compute(self) -> None:
-        self.y = local_experts(self.batch.x, self.batch.routing, self.weights, backend=self.backend)
+        """This part's experts, while the results of the part before fly home."""
+        before, self.before = self.before, None
+        if before is None:
+            self._experts()
+        else:
+            before.combine(self._experts)
 
-    def combine(self) -> Tensor:
-        return self.dispatcher.combine(self.y, self.batch.handle, self.mine)
+    def combine(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self.out = self.dispatcher.combine(self.y, self.batch.handle, self.mine, meanwhile=meanwhile)
+        del self.y, self.batch, self.mine
+
+    def _experts(self) -> None:
+        self.y = local_experts(self.batch.x, self.batch.routing, self.weights, backend=self.backend)
 
 
 def local_experts(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str = "auto") -> Tensor:

@@ -223,8 +223,11 @@ class ParallelMoEFFN(MoEFFN):
         assert isinstance(experts, ParallelExperts) and routing.logits is not None
         if not (c.aux_loss_coef or c.z_loss_coef):
             return y
-        tokens = torch.tensor(routing.num_tokens, device=y.device) if token_mask is None else (token_mask != 0).sum()
-        mine = torch.cat([load_stats(routing, c.num_experts).counts, tokens.to(torch.int64)[None]])
+        if token_mask is None:
+            tokens = torch.full((1,), routing.num_tokens, device=y.device)
+        else:
+            tokens = (token_mask != 0).sum()[None]
+        mine = torch.cat([load_stats(routing, c.num_experts).counts, tokens])
         total = sum_over(mine.clone(), experts.mesh)
         share = mine[-1].double() / total[-1].clamp(min=1)
         if experts.loss == "mean":

@@ -126,6 +126,7 @@ class Replicator:
         # rows come by owner, then by its slot: ascending expert ids
         order = sorted(range(len(placement.experts_of_rank[rank])), key=lambda s: placement.experts_of_rank[rank][s])
         self.row_of_slot = torch.tensor(order, dtype=torch.int64).argsort()
+        self.ones = torch.ones(self.places.shape, dtype=torch.float32)
         self._hop: Hop | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -133,10 +134,11 @@ class Replicator:
         present = [t for t in tensors if t is not None]
         device, dtype = present[0].device, present[0].dtype
         flat = torch.cat([t.reshape(t.shape[0], t.shape[1:].numel()) for t in present], 1)
-        if self._hop is None:
-            self._hop = plan_hop(self.transport, self.places.to(device), self.placement.rank_of_place, dedup="none",
+        if self._hop is None:  # the first call also puts the tables on the device, once
+            self.places, self.row_of_slot = self.places.to(device), self.row_of_slot.to(device)
+            self.ones = self.ones.to(device)
+            self._hop = plan_hop(self.transport, self.places, self.placement.rank_of_place, dedup="none",
                                  D=flat.shape[1], dtype=dtype)
-        ones = torch.ones(self.places.shape, dtype=torch.float32, device=device)
-        came = dispatch(self._hop, flat, ones)[0].index_select(0, self.row_of_slot.to(device))
+        came = dispatch(self._hop, flat, self.ones)[0].index_select(0, self.row_of_slot)
         parts = iter(came.split([t.shape[1:].numel() for t in present], 1))
         return [None if t is None else next(parts).reshape(-1, *t.shape[1:]) for t in tensors]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import checks
 from ..backends.memory import buffer
-from .errors import ExchangeError, RankAbsentError, name_ranks
+from .errors import ExchangeError, MismatchError, RankAbsentError, name_ranks
 
 T = TypeVar("T")
 
@@ -160,6 +160,9 @@ class _Hub:
     def exchange(self, rank: int, rows: Tensor, send: list[int], recv: list[int], what: str) -> Tensor:
         self.slots[rank] = (rows, send, what)
         self._meet(rank, what)
+        other = [r for r, slot in enumerate(self.slots) if slot is not None and slot[2] != what]
+        if other:
+            raise MismatchError(f"rank {rank} is in {what}, {name_ranks(other)} in another exchange", other)
         out = buffer((sum(recv), rows.shape[1]), rows.dtype, rows.device)
         begin = 0
         for source, expected in enumerate(recv):
