@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from distributed_compare import D, Ranks, config, layer
+from distributed_compare import D, Ranks, config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +18,7 @@ class CommandCases(Ranks):
     def case_choice_is_the_cost_model_s(self) -> None:
         from moeffn.distributed import cost
 
-        par = parallelize(layer(config(E=4 * self.W)), self.mesh, ParallelConfig(tokens=64))
+        par = parallelize(self.layer(config(E=4 * self.W)), self.mesh, ParallelConfig(tokens=64))
         table = cost.estimate(Placement.chunked(4 * self.W, self.W), tokens=64, d_model=D, top_k=2, dtype=torch.float64)
         built = par.experts.dispatcher
         label = "all_gather" if built.dedup == "all" else f"all_to_all, dedup {built.dedup}"
@@ -28,8 +28,8 @@ class CommandCases(Ranks):
         from moeffn.distributed.bench import Block, largest_error
 
         for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
-            assert largest_error(name) <= 1e-12
-            block = Block(config(E=4 * self.W), 300, dispatcher=name, dtype=torch.float32, device=torch.device("cpu"))
+            assert largest_error(name, device=self.device) <= 1e-12
+            block = Block(config(E=4 * self.W), 300, dispatcher=name, dtype=torch.float32, device=self.device)
             m = block.measure(calls=1)
             assert m.bytes_sent == m.bytes_forward > 0
             assert abs(m.bytes_forward / m.bytes_expected - 1) < 0.15  # one routing of 300 tokens against the mean
@@ -55,10 +55,10 @@ class CommandCases(Ranks):
                 raise AssertionError(f"accepted: {message}")
 
         refused(f"ep: expected a divisor of the {self.W} ranks, got {self.W + 1}", lambda: make_mesh(self.W + 1))
-        plain = init_device_mesh("cpu", (self.W,), mesh_dim_names=("tp",))
-        refused("a dimension named 'ep'", lambda: parallelize(layer(config()), plain))
-        refused("a MoEFFN", lambda: parallelize(nn.Linear(2, 2), self.mesh))
-        refused("not distributed yet", lambda: parallelize(parallelize(layer(config()), self.mesh), self.mesh))
+        plain = init_device_mesh(self.device.type, (self.W,), mesh_dim_names=("tp",))
+        refused("a dimension named 'ep'", lambda: parallelize(self.layer(config()), plain))
+        refused("a MoEFFN", lambda: parallelize(self.put(nn.Linear(2, 2)), self.mesh))
+        refused("not distributed yet", lambda: parallelize(parallelize(self.layer(config()), self.mesh), self.mesh))
         refused("ParallelConfig.placement", lambda: parallelize(
-            layer(config()), self.mesh, ParallelConfig(placement=Placement.balanced(5, self.W + 1))))
-        refused("one that `parallelize` distributed", lambda: reduce_gradients(nn.Linear(2, 2)))
+            self.layer(config()), self.mesh, ParallelConfig(placement=Placement.balanced(5, self.W + 1))))
+        refused("one that `parallelize` distributed", lambda: reduce_gradients(self.put(nn.Linear(2, 2))))

@@ -1,12 +1,14 @@
-"""One rank's share against one process: what the cases of the gloo suites have in common.
+"""One rank's share against one process: what the cases of the suites have in common.
 
-Every rank builds the whole problem from seeds and computes the one-process answer itself.
+Every rank builds the whole problem from seeds on the CPU, puts it on its device, and computes the one-process answer
+itself.
 """
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +24,6 @@ D, F = 8, 6
 
 def config(E: int = 5, K: int = 2, **more: object) -> MoEConfig:
     return MoEConfig(d_model=D, d_expert=F, num_experts=E, top_k=K, **more)
-
-
-def layer(c: MoEConfig, dtype: torch.dtype = torch.float64) -> MoEFFN:
-    torch.manual_seed(11)
-    return MoEFFN(c, backend="torch", dtype=dtype)
-
-
-def batches(tokens: list[int], seed: int = 5) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(t, D, generator=g, dtype=torch.float64) for t in tokens]
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
@@ -61,12 +53,28 @@ def same_gradients(parallel: nn.Module, whole: nn.Module, mesh: DeviceMesh, E: i
 
 
 class Ranks:
-    """W ranks of a running group; subclasses hold the cases, methods whose names start with case_."""
+    """W ranks of a running group, each with its device; subclasses hold the cases, methods whose names start with
+    case_. What they compute with goes through `put`, `layer` or `batches`, or names self.device."""
 
-    def __init__(self, W: int, rank: int, folder: Path) -> None:
-        self.W, self.rank, self.folder = W, rank, folder
-        self.mesh = make_mesh(W, device_type="cpu")
+    def __init__(self, W: int, rank: int, folder: Path, device: torch.device) -> None:
+        self.W, self.rank, self.folder, self.device = W, rank, folder, device
+        self.mesh = self.mesh_of(W)
         self.checkpoint = folder.parent / "checkpoint"
+
+    def mesh_of(self, ep: int) -> DeviceMesh:
+        return make_mesh(ep, device_type=self.device.type)
+
+    def put(self, thing: Any) -> Any:
+        """A tensor or module that was built on the CPU, on this rank's device."""
+        return thing.to(self.device)
+
+    def layer(self, c: MoEConfig, seed: int = 11) -> MoEFFN:
+        torch.manual_seed(seed)
+        return self.put(MoEFFN(c, backend="torch", dtype=torch.float64))
+
+    def batches(self, tokens: list[int], seed: int = 5) -> list[Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        return [self.put(torch.randn(t, D, generator=g, dtype=torch.float64)) for t in tokens]
 
     def _tokens(self) -> list[int]:
         return [7, 0, 4, 1, 3, 5, 0, 2][: self.W] if self.W > 2 else [5, 3]
@@ -74,10 +82,10 @@ class Ranks:
     def _compare(self, c: MoEConfig, mesh: DeviceMesh, parallel_config: ParallelConfig, tokens: list[int], *,
                  steps: int = 1, recompute: bool = False) -> None:
         """Forward, `steps` accumulated micro-batches backward, reduce, norm: all equal to one process."""
-        whole = layer(c)
+        whole = self.layer(c)
         par = parallelize(copy.deepcopy(whole), mesh, parallel_config)
         W, rank, total = self.W, self.rank, sum(tokens)
-        data = [batches(tokens, seed=5 + i) for i in range(steps)]
+        data = [self.batches(tokens, seed=5 + i) for i in range(steps)]
         for xs in data:
             X = torch.cat(xs).requires_grad_()
             Y = whole(X)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 
 import torch
-from distributed_compare import D, Ranks, batches, close, config, layer, same_gradients
+from distributed_compare import D, Ranks, close, config, same_gradients
 from distributed_problems import DISPATCHERS, on_rank, one_process, random_problem
+from distributed_ranks import only_on
 
 from moeffn import Routing
 from moeffn.distributed import (
@@ -27,7 +28,7 @@ class DispatchCases(Ranks):
         """Random problems of every kind: T=0, all to rank 0, uneven E, ids -1 and twice, replicas, lost ranks."""
         transport = GroupTransport(deadline=30)
         for seed in range(500, 512):
-            p = random_problem(seed, W=self.W)
+            p = random_problem(seed, W=self.W, device=self.device)
             want = one_process(p)
             tokens = [len(x) for x in p.x]
             for name, make in DISPATCHERS.items():
@@ -46,32 +47,32 @@ class DispatchCases(Ranks):
         send = [5 if (self.rank, r) == (0, last) else 0 for r in range(self.W)]
         recv = [5 if (self.rank, r) == (last, 0) else 0 for r in range(self.W)]
         for dtype in (torch.int64, torch.bfloat16, torch.float32):
-            rows = torch.arange(40).view(5, 8).to(dtype)
+            rows = self.put(torch.arange(40).view(5, 8).to(dtype))
             came = transport.start(rows[: sum(send)].view(torch.uint8), send, recv, "probe").wait()
             assert torch.equal(came.view(dtype), rows[: sum(recv)]), dtype
         before = transport.exchanges
         try:
-            transport.start(torch.zeros(3, 8, dtype=torch.uint8), [2] * self.W, recv, "probe")
+            transport.start(self.put(torch.zeros(3, 8, dtype=torch.uint8)), [2] * self.W, recv, "probe")
         except ValueError as error:
             assert f"probe: send splits: expected {self.W} splits that sum to 3 rows" in str(error), error
         else:
             raise AssertionError("splits that do not add up were sent")
         assert transport.exchanges == before
-        x = batches([4])[0].bfloat16()
-        ids = torch.arange(self.W, dtype=torch.int32).repeat(4, 1)
+        x = self.batches([4])[0].bfloat16()
+        ids, ones = self.put(torch.arange(self.W, dtype=torch.int32).repeat(4, 1)), self.put(torch.ones(4, self.W))
         d = AllToAll(transport, Placement.balanced(self.W, self.W))
-        batch = d.dispatch(x, Routing(ids, torch.ones(4, self.W)))
+        batch = d.dispatch(x, Routing(ids, ones))
         assert torch.equal(d.combine(batch.x, batch.handle), (x.float() * self.W).bfloat16())
 
     def case_all_tokens_to_rank_0_and_an_idle_rank(self) -> None:
         """Rank W-1 has no tokens, only rank 0's first expert gets any: nobody skips a call, zeros are exact."""
         c = config(E=2 * self.W, K=1)
-        whole = layer(c)
+        whole = self.layer(c)
         with torch.no_grad():
             whole.router.weight.zero_()  # all logits equal: ties go to expert 0
         par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum", deadline=20))
         tokens = [3] * (self.W - 1) + [0]
-        x = batches(tokens)[self.rank].requires_grad_()
+        x = self.batches(tokens)[self.rank].requires_grad_()
         y = par(x)
         y.sum().backward()
         reduce_gradients(par)
@@ -98,9 +99,9 @@ class DispatchCases(Ranks):
         """Enough rows: one process's answer; too few: counted, and dropped slots contribute exactly nothing."""
         wide = ParallelConfig(loss="sum", dispatcher="all_to_all, dedup rank", budget=7)
         self._compare(config(d_shared=4), self.mesh, wide, self._tokens())
-        par = parallelize(layer(config(E=self.W, K=self.W)), self.mesh,
+        par = parallelize(self.layer(config(E=self.W, K=self.W)), self.mesh,
                           ParallelConfig(loss="sum", dispatcher="all_to_all, dedup rank", budget=2))
-        x = batches([5])[0]
+        x = self.batches([5])[0]
         y = par(x)  # every token goes to every rank; the last three find no row
         assert int(par.experts.dispatcher.dropped) == 3 * self.W
         assert bool((y[2:] == 0).all()) and bool((y[:2] != 0).any())
@@ -111,7 +112,7 @@ class DispatchCases(Ranks):
             balanced = Placement.balanced(E, self.W)
             for placement in (None, balanced):
                 c = ParallelConfig(loss="sum", placement=placement)
-                par = parallelize(layer(config(E=E)), self.mesh, c)
+                par = parallelize(self.layer(config(E=E)), self.mesh, c)
                 sizes = [len(h) for h in par.experts.dispatcher.placement.experts_of_rank]
                 assert par.experts.weights.num_experts == sizes[self.rank]
                 assert sum(sizes) == E and max(sizes) == -(-E // self.W), sizes
@@ -123,11 +124,11 @@ class DispatchCases(Ranks):
     def case_ranks_that_use_different_experts(self) -> None:
         """Rank r's tokens go to expert r alone: every parameter is one packed tensor, so nothing hangs."""
         E = self.W
-        whole = layer(config(E=E, K=1))
+        whole = self.layer(config(E=E, K=1))
         with torch.no_grad():
-            whole.router.weight.copy_(torch.eye(E, D, dtype=torch.float64) * 50)
+            whole.router.weight.copy_(self.put(torch.eye(E, D, dtype=torch.float64) * 50))
         par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum"))
-        xs = [torch.nn.functional.one_hot(torch.full((3,), (r + 1) % E), D).double() for r in range(self.W)]
+        xs = [self.put(torch.eye(E, D, dtype=torch.float64)[[(r + 1) % E] * 3]) for r in range(self.W)]
         whole(torch.cat(xs)).square().sum().backward()
         par(xs[self.rank]).square().sum().backward()
         reduce_gradients(par)
@@ -142,9 +143,9 @@ class DispatchCases(Ranks):
         c = ParallelConfig(loss="sum", placement=placement)
         self._compare(config(E=E, K=2, bias=True), self.mesh, c, self._tokens())
 
+    @only_on(4, 8)
     def case_two_levels(self) -> None:
-        if self.W % 4:
-            return
+        """Nodes of two ranks."""
         c = ParallelConfig(loss="sum", dispatcher="two_level", ranks_per_node=2)
         self._compare(config(E=7, K=3, d_shared=4), self.mesh, c, self._tokens())
 
@@ -156,7 +157,7 @@ class DispatchCases(Ranks):
         from moeffn.distributed import functional
 
         c = ParallelConfig(dispatcher="all_to_all, dedup rank", local_first=True)
-        par = parallelize(layer(config(E=2 * self.W, d_shared=4)), self.mesh, c)
+        par = parallelize(self.layer(config(E=2 * self.W, d_shared=4)), self.mesh, c)
         transport, order = par.experts.dispatcher.transport, []
         start, experts = transport.start, functional.moe_ffn
 
@@ -177,7 +178,7 @@ class DispatchCases(Ranks):
         par.shared.register_forward_hook(
             lambda _, __, y: (order.append("shared"), y.register_hook(lambda _: order.append("shared backward")))[0])
         try:
-            x = batches([3])[0].requires_grad_()
+            x = self.batches([3])[0].requires_grad_()
             y = par(x)
             forward = order[order.index("departed dispatch"):]
             order.clear()
@@ -190,8 +191,8 @@ class DispatchCases(Ranks):
                          "departed dispatch backward", "experts backward", "shared backward",
                          "arrived dispatch backward"], order
 
-        par = parallelize(layer(config(d_shared=4)), self.mesh, ParallelConfig(loss="sum"))
-        x = batches([3])[0].requires_grad_()
+        par = parallelize(self.layer(config(d_shared=4)), self.mesh, ParallelConfig(loss="sum"))
+        x = self.batches([3])[0].requires_grad_()
         y = par(x)
         y.square().sum().backward()
         gx, x.grad = x.grad, None

@@ -1,5 +1,6 @@
 """One rank of the fault suite: python distributed_faults.py SUITE W FOLDER RANK (see test_distributed_faults.py).
 
+Always over gloo: deadlines are gloo's (NCCL's watchdog ends the process), and it is gloo that delivers short rows.
 Each case forms a new group of three ranks, breaks something on rank 1 and looks at the error of the others. Rank 1 is
 killed in the last case, so that its process serves all others before.
 """
@@ -61,7 +62,7 @@ class Faults:
     def _group(self, name: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        join(self.W, self.rank, self.folder, name)
+        join(self.W, self.rank, self.folder, name, backend="gloo")
         dist.barrier()
 
     def case_delayed_rank_is_named(self) -> None:

@@ -31,7 +31,8 @@ class Problem:
         return self.placement.num_ranks
 
 
-def random_problem(seed: int, dtype: torch.dtype = torch.float64, W: int | None = None) -> Problem:
+def random_problem(seed: int, dtype: torch.dtype = torch.float64, W: int | None = None,
+                   device: torch.device | None = None) -> Problem:
     """A random problem; the seed also walks through the special cases that break exchanges."""
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
     W = rng.choice([1, 2, 3, 4, 4, 6, 8, 16]) if W is None else W
@@ -65,10 +66,12 @@ def random_problem(seed: int, dtype: torch.dtype = torch.float64, W: int | None 
         x.append(torch.randn(T, D, generator=g, dtype=torch.float64).to(dtype))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weights = [torch.rand(i.shape, generator=g, dtype=torch.float64).to(wide) for i in ids]
-    return Problem(placement, (torch.randn(E, 2 * F, D, generator=g, dtype=torch.float64) / D**0.5).to(dtype),
-                   (torch.randn(E, D, F, generator=g, dtype=torch.float64) / F**0.5).to(dtype), x, ids, weights,
-                   [torch.randn(t.shape, generator=g, dtype=torch.float64).to(dtype) for t in x],
-                   rng.choice(["output", "input"]))
+    w_in = (torch.randn(E, 2 * F, D, generator=g, dtype=torch.float64) / D**0.5).to(dtype)
+    w_out = (torch.randn(E, D, F, generator=g, dtype=torch.float64) / F**0.5).to(dtype)
+    dy = [torch.randn(t.shape, generator=g, dtype=torch.float64).to(dtype) for t in x]
+    w_in, w_out = w_in.to(device), w_out.to(device)
+    x, ids, weights, dy = ([t.to(device) for t in ts] for ts in (x, ids, weights, dy))
+    return Problem(placement, w_in, w_out, x, ids, weights, dy, rng.choice(["output", "input"]))
 
 
 def leaf(t: Tensor) -> Tensor:
@@ -77,8 +80,8 @@ def leaf(t: Tensor) -> Tensor:
 
 def one_process(p: Problem) -> dict[str, Tensor]:
     """Output and gradients of all tokens in one process; slots of missing experts do not exist."""
-    lost = torch.tensor([*(e in p.placement.missing for e in range(p.placement.num_experts)), False])
     ids = torch.cat(p.ids)
+    lost = torch.tensor([*(e in p.placement.missing for e in range(p.placement.num_experts)), False], device=ids.device)
     inside = (ids >= 0) & (ids < p.placement.num_experts)
     ids = torch.where(inside & ~lost[torch.where(inside, ids, -1).long()], ids, -1)
     x, w, a, b = leaf(torch.cat(p.x)), leaf(torch.cat(p.weights)), leaf(p.w_in), leaf(p.w_out)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 
 import torch
-from distributed_compare import D, Ranks, batches, close, config, layer, own_part, same_gradients
+from distributed_compare import D, Ranks, close, config, own_part, same_gradients
+from distributed_ranks import only_on
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,6 @@ from moeffn.distributed import (
     Placement,
     clip_grad_norm_,
     fsdp,
-    make_mesh,
     parallelize,
     reduce_gradients,
     update_selection_biases,
@@ -37,9 +37,9 @@ class TrainingCases(Ranks):
             self._compare(config(aux_loss_coef=0.3, z_loss_coef=0.1), self.mesh, ParallelConfig(loss=loss),
                           self._tokens())
             c = config(aux_loss_coef=0.3)
-            whole = layer(c)
+            whole = self.layer(c)
             par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss=loss))
-            x = batches([6])[0]
+            x = self.batches([6])[0]
             whole(x.repeat(self.W, 1)).mul(0).sum().backward()
             par(x).mul(0).sum().backward()
             reduce_gradients(par)
@@ -56,11 +56,11 @@ class TrainingCases(Ranks):
     def case_masked_tokens(self) -> None:
         """A mask on the losses and the routing: as one process; the mask and the caller's counts are not changed."""
         c = config(aux_loss_coef=0.3, selection_bias=True)
-        whole = layer(c)
+        whole = self.layer(c)
         par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum"))
         tokens = self._tokens()
-        xs = batches(tokens)
-        masks = [torch.arange(len(x)) % 3 != 1 for x in xs]
+        xs = self.batches(tokens)
+        masks = [self.put(torch.arange(len(x)) % 3 != 1) for x in xs]
         kept = masks[self.rank].clone()
         whole(torch.cat(xs), token_mask=torch.cat(masks)).sum().backward()
         par(xs[self.rank], token_mask=masks[self.rank]).sum().backward()
@@ -73,13 +73,13 @@ class TrainingCases(Ranks):
     def case_selection_bias_and_optimizer_steps(self) -> None:
         """Three AdamW steps with clipping and the bias update: parameters and bias stay those of one process."""
         c = config(selection_bias=True, d_shared=4)
-        whole = layer(c)
+        whole = self.layer(c)
         par = parallelize(copy.deepcopy(whole), self.mesh, ParallelConfig(loss="sum"))
         ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False) for m in (par, whole))
         placement = Placement.chunked(5, self.W)
         for step in range(3):
             tokens = self._tokens()
-            xs = batches(tokens, seed=step)
+            xs = self.batches(tokens, seed=step)
             whole(torch.cat(xs)).square().sum().backward()
             par(xs[self.rank]).square().sum().backward()
             reduce_gradients(par)
@@ -104,25 +104,21 @@ class TrainingCases(Ranks):
 
     def case_every_rank_starts_from_the_first(self) -> None:
         """Different seeds on the ranks: parallelize gives all of them rank 0's values."""
-        torch.manual_seed(self.rank)
-        par = parallelize(MoEFFN(config(d_shared=4), dtype=torch.float64), self.mesh)
-        torch.manual_seed(0)
-        want = dict(MoEFFN(config(d_shared=4), dtype=torch.float64).named_parameters())
+        par = parallelize(self.layer(config(d_shared=4), seed=self.rank), self.mesh)
+        want = dict(self.layer(config(d_shared=4), seed=0).named_parameters())
         for name, p in par.named_parameters():
             close(p.detach(), own_part(name, want[name].detach(), self.mesh, Placement.chunked(5, self.W)), name)
 
+    @only_on(4, 8)
     def case_data_parallel_times_expert_parallel(self) -> None:
-        if self.W % 4:
-            return
         for loss in ("sum", "mean"):
-            mesh = make_mesh(2, device_type="cpu")
+            mesh = self.mesh_of(2)
             self._compare(config(d_shared=4, aux_loss_coef=0.3), mesh, ParallelConfig(loss=loss), self._tokens())
 
+    @only_on(2, 4, 8)
     def case_fsdp(self) -> None:
         """A model of two blocks under FSDP2, experts over ep (and dp at W=4): gradients and norm of one process."""
-        if self.W == 3:
-            return
-        mesh = self.mesh if self.W == 2 else make_mesh(2, device_type="cpu")
+        mesh = self.mesh if self.W == 2 else self.mesh_of(2)
 
         class Block(nn.Module):
             def __init__(self) -> None:
@@ -135,11 +131,11 @@ class TrainingCases(Ranks):
 
         for loss in ("sum", "mean"):
             torch.manual_seed(2)
-            whole = nn.Sequential(Block(), Block())
+            whole = self.put(nn.Sequential(Block(), Block()))
             par = parallelize(copy.deepcopy(whole), mesh, ParallelConfig(loss=loss))
             fsdp(par)
             tokens = [5, 3, 0, 4, 1, 2, 6, 0][: self.W]
-            xs = batches(tokens)
+            xs = self.batches(tokens)
             Y = whole(torch.cat(xs))
             Y.square().sum().backward()
             y = par(xs[self.rank])
@@ -154,16 +150,15 @@ class TrainingCases(Ranks):
             close(clip_grad_norm_(par, 1.0), want, "norm")
             assert any(isinstance(m, ParallelExperts) for m in par.modules())
 
+    @only_on(2, 4, 8)
     def case_fsdp_with_ranks_that_use_different_experts(self) -> None:
         """Rank r's tokens go to expert r alone, under FSDP2: one packed parameter is gathered whoever uses it."""
-        if self.W == 3:
-            return
-        mesh, E = self.mesh if self.W == 2 else make_mesh(2, device_type="cpu"), self.W
-        whole = layer(config(E=E, K=1))
+        mesh, E = self.mesh if self.W == 2 else self.mesh_of(2), self.W
+        whole = self.layer(config(E=E, K=1))
         with torch.no_grad():
-            whole.router.weight.copy_(torch.eye(E, D, dtype=torch.float64) * 50)
+            whole.router.weight.copy_(self.put(torch.eye(E, D, dtype=torch.float64) * 50))
         par = fsdp(parallelize(copy.deepcopy(whole), mesh, ParallelConfig(loss="sum", deadline=15)))
-        xs = [torch.nn.functional.one_hot(torch.full((3,), r), D).double() for r in range(self.W)]
+        xs = [self.put(torch.eye(E, D, dtype=torch.float64)[[r] * 3]) for r in range(self.W)]
         whole(torch.cat(xs)).square().sum().backward()
         for _ in range(2):  # the second step would hang where a rank had skipped the first's collectives
             par.zero_grad()

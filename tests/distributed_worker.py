@@ -1,8 +1,10 @@
-"""One rank of a gloo suite: python distributed_worker.py SUITE W FOLDER RANK (test_distributed_gloo.py starts it)."""
+"""One rank of a suite: python distributed_worker.py SUITE W FOLDER RANK (test_distributed_ranks.py starts it)."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from distributed_checkpoints import CheckpointCases
 from distributed_commands import CommandCases
 from distributed_compare import Ranks
 from distributed_dispatch import DispatchCases
-from distributed_ranks import join, run_cases
+from distributed_ranks import backend_for, join, run_cases, runs_on
 from distributed_training import TrainingCases
 
 SUITES: dict[str, list[type[Ranks]]] = {
@@ -19,16 +21,17 @@ SUITES: dict[str, list[type[Ranks]]] = {
 }
 
 
-def case_names(suite: str) -> list[str]:
-    """The cases of a suite in the order in which every rank runs them."""
-    return [n[len("case_"):] for cls in SUITES[suite] for n in vars(cls) if n.startswith("case_")]
+def cases_of(suite: str) -> dict[str, Callable[[Ranks], None]]:
+    """The cases of a suite, in the order in which every rank runs them."""
+    return {n[len("case_"):]: case for cls in SUITES[suite] for n, case in vars(cls).items() if n.startswith("case_")}
 
 
 def main() -> None:
     name, W, folder, rank = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    join(W, rank, folder, "meet")
-    held = {n: cls(W, rank, folder) for cls in SUITES[name] for n in vars(cls) if n.startswith("case_")}
-    run_cases({n[len("case_"):]: getattr(cases, n) for n, cases in held.items()}, rank, folder)
+    device = join(W, rank, folder, "meet", backend=backend_for(W))
+    made = {cls.__name__: cls(W, rank, folder, device) for cls in SUITES[name]}
+    run_cases({n: functools.partial(case, made[case.__qualname__.split(".")[0]])
+               for n, case in cases_of(name).items() if runs_on(case, W)}, rank, folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ def group(device: str) -> Iterator[torch.device]:
     if device == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", device_id=where if device == "cuda" else None)
     try:
         yield where
         dist.barrier()
