@@ -7,7 +7,7 @@ its forward. Routers are the model's own and are called as before, so hooks on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ from . import experts as contract
 from . import gates
 from .swap import adapter, own_forward
 
-Reader = Callable[[nn.Module], Any]
+
+@dataclass(frozen=True)
+class Reading:
+    """The activation of a module, and the attributes it was read from."""
+
+    activation: Activation
+    held: gates.Held
 
 
 @dataclass(frozen=True)
@@ -31,26 +37,40 @@ class Adapter:
     """`read` checks a module and returns what its forward needs; `takes` names the children the forward takes over;
     `note` says what a user should know."""
 
-    read: Reader
+    read: Callable[[nn.Module], Reading | contract.ExpertsSpec]
     takes: tuple[str, ...] = ()
     note: str = ""
 
 
-def gated(name: str) -> Reader:
-    """Reader: the activation attribute `name`, as the gate of a gated Activation."""
+def _reader(path: str, *, gated: bool = True) -> Callable[[nn.Module], Reading]:
+    """Reader of the activation at a dotted path, as the gate of a gated Activation or plain; "*": of every child."""
 
-    def read(module: nn.Module) -> Activation:
-        found = gates.elementwise(getattr(module, name))
-        if found is None:
-            raise _unknown(module, name)
-        return Activation(kind=found.kind, alpha=found.alpha)
+    def read(module: nn.Module) -> Reading:
+        first, _, rest = path.partition(".")
+        paths = [path] if first != "*" else [f"{name}.{rest}" for name, _ in module.named_children()]
+        held = gates.hold(module, *paths)
+        found = [gates.elementwise(value) for _, value in held]
+        for (where, value), act in zip(held, found, strict=True):
+            if act is None or act != found[0]:
+                raise checks.bad(f"{type(module).__name__}.{where}", "an activation that moeffn.Activation expresses, "
+                                 "the same for all experts", repr(value))
+        assert found[0] is not None
+        return Reading(replace(found[0], gated=gated), held)
 
     return read
 
 
-def _unknown(module: nn.Module, name: str) -> ValueError:
-    return checks.bad(f"{type(module).__name__}.{name}", "an activation that moeffn.Activation expresses",
-                      repr(getattr(module, name)))
+def _activation(module: Any) -> Activation:
+    """The activation, read anew when it was exchanged; ValueError naming it when the new one cannot be computed."""
+    state = module._moeffn
+    if gates.exchanged(module, state.reading.held):
+        state.reading = _read_again(module)
+    return state.reading.activation
+
+
+@torch.compiler.assume_constant_result
+def _read_again(module: Any) -> Any:
+    return ADAPTERS[module._moeffn.adapter].read(module)
 
 
 @adapter("experts")
@@ -100,7 +120,7 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     w1, v1, w2 = (getattr(self.mlp, name).view(shape).unbind(0) for name in ("w1", "v1", "w2"))
     experts = [Separate((gate, up), down.t()) for gate, up, down in zip(w1, v1, w2, strict=True)]
     routing = contract.routing_of(top_k_index, top_k_weights)
-    y = run_separate(x, routing, experts, self._moeffn.reading, self._moeffn.backend)
+    y = run_separate(x, routing, experts, _activation(self), self._moeffn.backend)
     return y.to(hidden_states.dtype).view(B, -1, self.hidden_size)
 
 
@@ -110,7 +130,7 @@ def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     scores, logits = self.router(x)
     index = logits.detach().topk(self.router.top_k, dim=1).indices  # the router's own choice, which it does not return
     ew = ExpertWeights(self.experts.gate_up_proj.transpose(1, 2), self.experts.down_proj.transpose(1, 2),
-                       activation=self._moeffn.reading)
+                       activation=_activation(self))
     routing = Routing(index, contract.routing_of(index, scores.gather(1, index)).weights, apply_to="input")
     routed = moe_ffn(x, routing, ew, backend=self._moeffn.backend)
     return self.shared_expert(x) + routed.to(x.dtype), logits
@@ -127,7 +147,7 @@ def _jetmoe(self: Any, layer_input: Tensor) -> Tensor:
     ids = torch.repeat_interleave(torch.arange(len(counts), device=x.device), sizes)
     shape = (x.shape[0], self.router.top_k)
     routing = contract.routing_of(ids[row_of_slot].view(shape), row_weights[row_of_slot].view(shape))
-    ew = ExpertWeights(self.input_linear.weight, self.output_linear.weight, activation=self._moeffn.reading)
+    ew = ExpertWeights(self.input_linear.weight, self.output_linear.weight, activation=_activation(self))
     y = moe_ffn(x, routing, ew, backend=self._moeffn.backend)
     return y.to(x.dtype).view(layer_input.shape) + self.bias
 
@@ -136,7 +156,7 @@ def _jetmoe(self: Any, layer_input: Tensor) -> Tensor:
 def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     E = self.down_proj.shape[0]
     routing = contract.routing_of(top_k_index, top_k_weights)
-    ew = ExpertWeights(self.gate_up_proj[:E], self.down_proj, activation=self._moeffn.reading)
+    ew = ExpertWeights(self.gate_up_proj[:E], self.down_proj, activation=_activation(self))
     y = moe_ffn(hidden_states, routing, ew, backend=self._moeffn.backend)
     # Ids from E on are the identity experts, which cost no weights.
     wide = top_k_weights.to(torch.promote_types(top_k_weights.dtype, hidden_states.dtype))
@@ -144,10 +164,10 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     return y + (passed * self.identity_expert(hidden_states)).to(y.dtype)
 
 
-def _read_longcat(module: nn.Module) -> Activation:
+def _read_longcat(module: nn.Module) -> Reading:
     if module.gate_up_proj is None:
         raise checks.bad("LongcatFlashExperts.gate_up_proj", "routed experts beside the identity experts", None)
-    return gated("act_fn")(module)
+    return _reader("act_fn")(module)
 
 
 @adapter("switch_transformers")
@@ -159,16 +179,8 @@ def _switch(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_
     index = torch.where(selected_experts.sum(-1) > 0, chosen, -1)
     experts = [Separate(m.wi.weight, m.wo.weight) for m in members]
     routing = contract.routing_of(index, routing_weights)
-    y = run_separate(hidden_states, routing, experts, self._moeffn.reading, self._moeffn.backend)
+    y = run_separate(hidden_states, routing, experts, _activation(self), self._moeffn.backend)
     return y.to(hidden_states.dtype)
-
-
-def _read_switch(module: Any) -> Activation:
-    first = next(iter(module.values()))
-    found = gates.elementwise(first.act)
-    if found is None:
-        raise _unknown(first, "act")
-    return found
 
 
 @adapter("inkling_shared")
@@ -177,7 +189,7 @@ def _inkling_shared(self: Any, hidden_states: Tensor, gammas: Tensor) -> Tensor:
     total: Any = None
     for s in range(self.n_shared_experts):
         y = dense_ffn(hidden_states, (self.gate_proj[s], self.up_proj[s]), self.down_proj[s],
-                      activation=self._moeffn.reading)
+                      activation=_activation(self))
         y = (y * gammas[..., s, None]).float() if y.dtype != torch.float64 else y * gammas[..., s, None]
         total = y if total is None else total + y
     return total.to(hidden_states.dtype)
@@ -196,7 +208,7 @@ def _doge(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tens
     weights = scores.softmax(-1)
     if self.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
-    act: Activation = self._moeffn.reading
+    act: Activation = _activation(self)
     rank_one = ExpertWeights(self.down_embed.weight[:, None, :], self.up_embed.weight[:, :, None],
                              activation=Activation(kind=act.kind, alpha=act.alpha, gated=False))
     routed = moe_ffn(x, contract.routing_of(pair_ids.gather(-1, position), weights), rank_one,
@@ -220,26 +232,20 @@ def _vitpose(self: Any, hidden_state: Tensor, indices: Tensor) -> Tensor:
         order.append(mine)
         parts.append(dense_ffn(hidden_state[mine], self.fc1.weight, torch.cat([self.fc2.weight, weight]),
                                b_in=self.fc1.bias, b_out=torch.cat([self.fc2.bias, bias]),
-                               activation=self._moeffn.reading))
+                               activation=_activation(self)))
     return torch.cat(parts)[torch.cat(order).argsort()]
-
-
-def _read_vitpose(module: nn.Module) -> Activation:
-    found = gates.elementwise(module.act)  # type: ignore[arg-type]
-    if found is None:
-        raise _unknown(module, "act")
-    return found
 
 
 ADAPTERS: dict[str, Adapter] = {
     "experts": Adapter(contract.spec_of),
-    "dbrx": Adapter(lambda m: gated("activation_fn")(m.mlp), ("mlp",)),  # type: ignore[arg-type]
-    "llama4": Adapter(lambda m: gated("act_fn")(m.experts), ("experts",)),  # type: ignore[arg-type]
-    "jetmoe": Adapter(gated("activation"), ("input_linear", "output_linear")),
+    "dbrx": Adapter(_reader("mlp.activation_fn"), ("mlp",)),
+    "llama4": Adapter(_reader("experts.act_fn"), ("experts",)),
+    "jetmoe": Adapter(_reader("activation"), ("input_linear", "output_linear")),
     "longcat_flash": Adapter(_read_longcat, ("identity_expert",)),
-    "switch_transformers": Adapter(_read_switch, ("*",), "in training with dropout between the projections, the "
-                                   "experts' own forward runs"),
-    "inkling_shared": Adapter(gated("act_fn")),
-    "doge": Adapter(gated("act_fn"), ("*",)),
-    "vitpose_backbone": Adapter(_read_vitpose, ("*",), "no router: the data set of a sample names its expert"),
+    "switch_transformers": Adapter(_reader("*.act", gated=False), ("*",), "in training with dropout between the "
+                                   "projections, the experts' own forward runs"),
+    "inkling_shared": Adapter(_reader("act_fn")),
+    "doge": Adapter(_reader("act_fn"), ("*",)),
+    "vitpose_backbone": Adapter(_reader("act", gated=False), ("*",), "no router: the data set of a sample names its "
+                                "expert"),
 }

@@ -8,7 +8,7 @@ and ids from num_experts on ("sentinels" of expert parallelism) contribute nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ FLOAT32_EXPERTS = ("OpenAIPrivacyFilterExperts",)
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """How to read one experts module. in_name: its (E, …) input projection; transposed: (E, D, 2F) and (E, F, D)."""
+    """How to read one experts module. in_name: its (E, …) input projection; transposed: (E, D, 2F) and (E, F, D);
+    held: what its gate was made of when it was read."""
 
     activation: Activation
     layout: Layout
@@ -36,6 +37,7 @@ class ExpertsSpec:
     bias: bool = False
     post_norm: bool = False
     float32: bool = False
+    held: gates.Held = field(default=(), repr=False, compare=False)
 
 
 def is_decorated(module: nn.Module) -> bool:
@@ -71,13 +73,14 @@ def read_spec(experts: Any) -> ExpertsSpec:
         transposed=getattr(experts, "is_transposed", False), bias=getattr(experts, "has_bias", False),
         post_norm=getattr(experts, "has_post_expert_norm", False),
         float32=any(c.__name__ in FLOAT32_EXPERTS for c in type(experts).__mro__),
+        held=gates.hold(experts, "act_fn", "_apply_gate.__func__", *gates.shaping(experts)),
     )
 
 
 def spec_of(experts: Any) -> ExpertsSpec:
-    """`read_spec`, remembered on the module."""
+    """`read_spec`, remembered on the module until its activation, gate or limits are exchanged."""
     spec = experts.__dict__.get("_moeffn_spec")
-    if spec is None:
+    if spec is None or gates.exchanged(experts, spec.held):
         spec = read_spec(experts)
         experts.__dict__["_moeffn_spec"] = spec
     return spec

@@ -50,7 +50,7 @@ class DensePlan:
     noisy: bool = False
     takes: tuple[str, ...] = ("x",)
     optional: tuple[str, ...] = ()
-    held: tuple[tuple[str, Any], ...] = field(default=(), repr=False, compare=False)
+    held: gates.Held = field(default=(), repr=False, compare=False)
 
     @property
     def residual(self) -> bool:
@@ -210,12 +210,6 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}".lstrip("."), value
 
 
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
-
-
 def is_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd)
 
@@ -274,11 +268,10 @@ def own_forward_now(module: Any, p: DensePlan, layers: list[Any]) -> bool:
         if not isinstance(layer, (nn.Linear, Conv1D)) or layer._forward_hooks or layer._forward_pre_hooks:
             _warn(module, f"a projection of {type(module).__name__} ({type(layer).__name__}) was wrapped or hooked")
             return True
-    for path, value in p.held:
-        if _attribute(module, path) is not value:
-            _warn(module, f"{path} of {type(module).__name__} was exchanged")
-            return True
-    return False
+    changed = gates.exchanged(module, p.held)
+    if changed is not None:
+        _warn(module, f"{changed} of {type(module).__name__} was exchanged")
+    return changed is not None
 
 
 def _warn(module: Any, what: str) -> None:

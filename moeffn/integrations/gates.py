@@ -6,6 +6,7 @@ in float64, well beyond every limit. What agrees with no candidate is not recogn
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +22,30 @@ _SHAPING = ("limit", "cap", "alpha", "beta", "clamp")
 _cache: dict[Any, Activation | None] = {}
 
 
+def attribute(module: Any, path: str) -> Any:
+    """The attribute at a dotted path, None where there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+Held = tuple[tuple[str, Any], ...]
+
+
+def hold(module: Any, *paths: str) -> Held:
+    """The attributes at these paths as they are now, for `exchanged`."""
+    return tuple((path, attribute(module, path)) for path in paths)
+
+
+def exchanged(module: Any, held: Held) -> str | None:
+    """The first path whose attribute is no longer the object held (numbers: no longer equal), or None."""
+    for path, value in held:
+        now = attribute(module, path)
+        if now is not value and not (isinstance(value, (int, float)) and now == value):
+            return path
+    return None
+
+
 def close(a: Tensor, b: Tensor, scale: Tensor | float = 1.0) -> bool:
     """Whether a equals b to TOLERANCE of `scale` or of the value, whichever is more; shapes must agree."""
     if a.shape != b.shape or not torch.isfinite(a).all():
@@ -30,17 +55,25 @@ def close(a: Tensor, b: Tensor, scale: Tensor | float = 1.0) -> bool:
 
 
 def numbers_of(*objects: Any) -> tuple[float, ...]:
-    """Numbers by which an activation may be shaped: the positive floats among the objects' plain attributes (and those
-    of an activation's submodules), and integers under a name that says limit, cap, alpha, beta or clamp; each once."""
+    """Numbers by which an activation may be shaped: `shaping` of the objects (and of an activation's submodules), each
+    once."""
     found: dict[float, None] = {}
     for obj in objects:
-        parts = obj.modules() if isinstance(obj, nn.Module) and obj is not objects[0] else (obj,)
-        for name, value in (item for part in parts for item in getattr(part, "__dict__", {}).items()):
-            number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)
-                                                  and any(word in name for word in _SHAPING))
-            if number and 0 < value < 1e6:
-                found.setdefault(float(value))
+        for part in obj.modules() if isinstance(obj, nn.Module) and obj is not objects[0] else (obj,):
+            found.update((float(value), None) for value in shaping(part).values())
     return tuple(found)
+
+
+def shaping(obj: Any) -> dict[str, float]:
+    """The positive floats among the object's plain attributes, and integers under a name that says limit, cap, alpha,
+    beta or clamp."""
+    found = {}
+    for name, value in getattr(obj, "__dict__", {}).items():
+        number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)
+                                              and any(word in name for word in _SHAPING))
+        if number and 0 < value < 1e6:
+            found[name] = value
+    return found
 
 
 @torch.no_grad()
@@ -50,10 +83,18 @@ def elementwise(fn: Callable[[Tensor], Tensor]) -> Activation | None:
         return None
     if not isinstance(fn, nn.Module):
         return _elementwise(fn)
-    key = (type(fn), repr(fn), *((k, v) for k, v in fn.__dict__.items() if isinstance(v, (int, float, str))))
+    key = _identity(fn)
     if key not in _cache:
         _cache[key] = _elementwise(fn)
     return _cache[key]
+
+
+def _identity(fn: Any) -> Any:
+    """What two activations must share to be taken for one: the functions, classes and plain values they are made of."""
+    if not isinstance(fn, nn.Module):
+        return fn
+    return tuple((type(m), repr(m), *((k, v) for k, v in m.__dict__.items()
+                                      if isinstance(v, (int, float, str)) or inspect.isroutine(v))) for m in fn.modules())
 
 
 def _elementwise(fn: Callable[[Tensor], Tensor]) -> Activation | None:
@@ -129,7 +170,7 @@ def of_experts(experts: Any, layout: Layout) -> Activation | None:
         return None
     own = getattr(own, "__func__", own)
     numbers = numbers_of(experts, getattr(experts, "act_fn", None))
-    key = (own, layout, repr(getattr(experts, "act_fn", None)), numbers)
+    key = (own, layout, _identity(getattr(experts, "act_fn", None)), numbers)
     if key not in _cache:
         _cache[key] = gate(experts._apply_gate, numbers, layout)
     return _cache[key]

@@ -231,9 +231,8 @@ class _Planner:
         if problem is not None:
             self.refuse(name, module, problem)
             return ("*",)
-        activation = reading.activation if isinstance(reading, contract.ExpertsSpec) else reading
         routing = self.routing(module, row)
-        entry = Replaced(name, "moe", type(module).__name__, families.family_of(module), activation, routing,
+        entry = Replaced(name, "moe", type(module).__name__, families.family_of(module), reading.activation, routing,
                          adapter.note)
         self.steps.append(_Step(module, SwapState(chosen, self.backend, reading), entry))
         return adapter.takes
