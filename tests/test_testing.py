@@ -143,6 +143,64 @@ def test_good_routers_pass() -> None:
     assert not check_router(Router(16, RouterConfig(num_experts=8, top_k=2, score="sigmoid", renormalize=True))).skipped
 
 
+@pytest.mark.parametrize("function", [route, reference.route])
+def test_route_itself_is_a_router_to_check(function: Callable[..., Routing]) -> None:
+    report = check_router(function, num_experts=8, top_k=2)
+    assert not report.skipped and len(report.passed) == 11
+    sigmoid = RouterConfig(num_experts=6, top_k=2, score="sigmoid", renormalize=True, scale=2.0)
+    assert not check_router(function, config=sigmoid).skipped
+
+    def off(logits: Tensor, config: RouterConfig) -> Routing:
+        return route(logits, RouterConfig(num_experts=8, top_k=2, renormalize=True))
+
+    assert "FAILED   oracle" in failed(lambda: check_router(off, num_experts=8, top_k=2))
+
+
+def test_softmax_and_topk_with_what_they_lack_skipped() -> None:
+    def router(logits: Tensor) -> Answer:
+        top = logits.softmax(-1).topk(2)
+        return top.indices, top.values
+
+    report = check_router(router, num_experts=8, top_k=2, skip={"ties", "bad rows"})
+    assert report.skipped.keys() == {"oracle", "ties", "bad rows"} and "skipped  ties: asked for" in str(report)
+
+
+class Quiet(nn.Module):
+    """A router that keeps its logits to itself; `offset` is added to the logits of expert e, e times."""
+
+    def __init__(self, lowest: bool = True, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(1)))
+        self.bias = nn.Parameter(torch.linspace(0, 0.5, 8))
+        self.lowest, self.offset = lowest, offset
+
+    def forward(self, x: Tensor) -> Answer:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        z = linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)) + self.offset * torch.arange(8)
+        r = route(z if self.lowest else z.flip(1), EIGHT)
+        return r.experts if self.lowest else 7 - r.experts, r.weights
+
+
+def test_ties_of_a_module_that_returns_no_logits() -> None:
+    assert "ties" in check_router(Quiet(), num_experts=8, top_k=3).passed
+    text = failed(lambda: check_router(Quiet(lowest=False), num_experts=8, top_k=3))
+    assert "FAILED   ties: token 0: expected the lowest ids [0, 1, 2]" in text and text.count("FAILED") == 1
+    report = check_router(Quiet(offset=0.1), num_experts=8, top_k=3)
+    assert "skipped  ties: the router returns no logits, and parameters of zero" in str(report)
+    quiet = Quiet()
+    report = check_router(lambda x: quiet(x), num_experts=8, top_k=3, takes="tokens", width=16)
+    assert "skipped  ties: the router returns no logits, and a function has no parameters" in str(report)
+
+
+def test_a_router_or_layer_that_cannot_be_called_is_told_once() -> None:
+    text = failed(lambda: check_router(lambda a, b: a, num_experts=8, top_k=3))
+    assert "none of 11 properties was reached: raised TypeError" in text and text.count("missing 1 required") == 1
+    text = failed(lambda: check_router(nn.Linear(16, 8), num_experts=8, top_k=3))
+    assert text.count("expected a Routing, or a tuple") == 1
+    text = failed(lambda: check_layer(nn.Linear(16, 8), d_model=4))
+    assert "router" not in text and "none of 11 properties was reached: raised RuntimeError" in text
+
+
 class HalfPrecisionRouter(nn.Module):
     """Logits in the dtype of the model, as many routers have it."""
 

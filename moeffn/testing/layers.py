@@ -32,7 +32,8 @@ def check_layer(layer: Any, *, d_model: int | None = None, routing: Callable[[Te
     (float64 differences, for the input and every parameter), "conservation" (y is the oracle's weighted sum over all
     slots, each once), "idle experts" (their gradients are exactly 0).
 
-    The layer is checked in evaluation mode. Returns the report; raises AssertionError when a property does not hold.
+    The layer is checked in evaluation mode. Returns the report, which says what was skipped and why; raises
+    AssertionError when a property does not hold, or when the layer gives no answer at all.
     """
     if d_model is None:
         d_model = getattr(getattr(layer, "config", None), "d_model", None)
@@ -46,7 +47,8 @@ def check_layer(layer: Any, *, d_model: int | None = None, routing: Callable[[Te
     subject = _Layer(layer, d_model, routing, weights, shared, repeats)
     with evaluating(layer):
         return run_properties(f"layer {type(layer).__name__}",
-                              {n: getattr(subject, n.replace(" ", "_")) for n in _PROPERTIES}, skip)
+                              {n: getattr(subject, n.replace(" ", "_")) for n in _PROPERTIES}, skip,
+                              answer=lambda: subject.run(subject.randn(6).view(2, 3, -1)))
 
 
 class _Layer(Subject):

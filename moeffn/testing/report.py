@@ -38,10 +38,18 @@ def fail(expected: str, got: object, token: int | None = None) -> NoReturn:
     raise AssertionError(f"{where}expected {expected}, got {got}")
 
 
-def run_properties(subject: str, properties: dict[str, Callable[[], None]], skip: Collection[str]) -> CheckReport:
+def run_properties(subject: str, properties: dict[str, Callable[[], None]], skip: Collection[str],
+                   answer: Callable[[], object] = lambda: None) -> CheckReport:
+    """Run the properties, or, where the subject's `answer` to plain input fails, report that alone."""
     for name in skip:
         checks.one_of("skip", name, properties)
     report = CheckReport()
+    try:
+        answer()
+    except Exception as error:
+        why = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
+        raise AssertionError(f"{subject}: no answer to plain input, so none of {len(properties)} properties was reached: "
+                             f"{why}") from error
     for name, check in properties.items():
         if name in skip:
             report.skipped[name] = "asked for"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -23,31 +25,35 @@ _PROPERTIES = ("valid", "oracle", "float32 selection", "ties", "bad rows", "toke
 def check_router(router: Any, *, num_experts: int | None = None, top_k: int | None = None,
                  config: RouterConfig | None = None, takes: Literal["logits", "tokens"] | None = None,
                  width: int | None = None, repeats: int = 3, skip: Collection[str] = ()) -> CheckReport:
-    """Check a router: a function or nn.Module from (T, width) to a Routing, or to a tuple that holds ids and weights.
+    """Check a router: a function or nn.Module from x (T, width) to a Routing, or to a tuple that holds ids (T, K) of
+    an integer dtype, floating weights (T, K) and, if it likes, logits (T, E), in any order.
 
     num_experts, top_k  needed unless `config` or a RouterConfig at `router.config` gives them
-    config    what the router means to compute: then its choices and weights are compared with the oracle's
+    config    what the router means to compute: then its choices and weights are compared with the oracle's. A function
+              of (logits, config), such as `moeffn.route`, is called with it (default: RouterConfig of the two numbers)
     takes     "logits" or "tokens" (hidden states); default: tokens for an nn.Module, logits for a function
     width     columns of the input; default: those of the logits, or the last dimension of a module's first matrix
     repeats   runs that must be bitwise equal;  skip: names of properties not to check
 
     Properties: "valid" (distinct ids in range, finite weights, also for skewed input), "oracle", "float32 selection"
     (for logits: under autocast; for tokens: a bfloat16 copy chooses as float32 arithmetic on the same values does),
-    "ties" (lowest id), "bad rows" (NaN and Inf stay in their row), "token order", "one token", "determinism",
+    "ties" (lowest id; without logits, of a copy of the module with parameters of zero), "bad rows" (NaN and Inf stay in their row), "token order", "one token", "determinism",
     "gradient" (float64 differences), "router gradient" (weights depend on the input at all), "empty batch".
 
-    The router is checked in evaluation mode. Returns the report; raises AssertionError when a property does not hold.
+    The router is checked in evaluation mode. Returns the report, which says what was skipped and why; raises
+    AssertionError when a property does not hold, or when the router gives no answer at all.
     """
     if not callable(router):
         raise checks.bad_type("router", "a function or an nn.Module", router)
+    name = getattr(router, "__name__", type(router).__name__)
     config = config or getattr(router, "config", None)
     config = config if isinstance(config, RouterConfig) else None
     if config is not None:
         num_experts, top_k = num_experts or config.num_experts, top_k or config.top_k
-    for name, value in (("num_experts", num_experts), ("top_k", top_k)):
+    for argument, value in (("num_experts", num_experts), ("top_k", top_k)):
         if value is None:
-            raise checks.bad_type(name, "an int, as the router has no RouterConfig at .config", None)
-        checks.positive_int(name, value)
+            raise checks.bad_type(argument, "an int, as the router has no RouterConfig at .config", None)
+        checks.positive_int(argument, value)
     takes = takes or ("tokens" if isinstance(router, nn.Module) else "logits")
     checks.one_of("takes", takes, ("logits", "tokens"))
     if width is None and takes == "logits":
@@ -58,10 +64,22 @@ def check_router(router: Any, *, num_experts: int | None = None, top_k: int | No
         raise checks.bad_type("width", "an int, as the router shows no matrix to read it from", None)
     checks.positive_int("width", width)
     assert num_experts is not None and top_k is not None and width is not None
+    if _wants_config(router):
+        config = config or RouterConfig(num_experts=num_experts, top_k=top_k)
+        router = functools.partial(router, config=config)
     subject = _Router(router, width, num_experts, top_k, config, takes, repeats)
     with evaluating(router):
-        return run_properties(f"router {type(router).__name__}",
-                              {n: getattr(subject, n.replace(" ", "_")) for n in _PROPERTIES}, skip)
+        return run_properties(f"router {name}", {n: getattr(subject, n.replace(" ", "_")) for n in _PROPERTIES}, skip,
+                              answer=lambda: subject.read(subject.randn(4)))
+
+
+def _wants_config(router: Any) -> bool:
+    """Whether it is a function with a required argument `config`."""
+    try:
+        taken = inspect.signature(router).parameters.get("config")
+    except (TypeError, ValueError):  # some callables of C have none
+        return False
+    return not isinstance(router, nn.Module) and taken is not None and taken.default is taken.empty
 
 
 class _Router(Subject):
@@ -148,18 +166,36 @@ class _Router(Subject):
         bias = getattr(self.call, "selection_bias", None)
         if bias is not None and bool((bias != 0).any()):
             raise Skip("the router has a selection bias that is not zero")
+        subject = self
+        if self.read(self.randn(1))[2] is None:
+            subject = self._zeroed()
         for T in (1, 7, 200):
-            ids, _, logits = self.read(torch.zeros(T, self.width, dtype=self.dtype, device=self.device))
-            if logits is None or not bool((logits == logits[:, :1]).all()):
-                raise Skip("an input of zeros does not give equal logits, or the logits are not returned")
+            x = torch.zeros(T, self.width, dtype=self.dtype, device=self.device)
+            ids, weights, logits = subject.read(x)
+            if subject is not self:
+                if not bool((weights == weights[:, :1]).all()):
+                    raise Skip("the router returns no logits, and parameters of zero do not give it equal weights")
+            elif logits is None or not bool((logits == logits[:, :1]).all()):
+                raise Skip("an input of zeros does not give the router equal logits")
+            want = torch.arange(self.K, device=ids.device)
             if self.config is not None:
-                want = reference.route(logits[:1].detach(), self.config).experts[0].long().sort().values
-            else:
-                want = torch.arange(self.K, device=ids.device)
+                equal = torch.zeros(1, self.config.num_logits, device=ids.device) if logits is None else logits[:1]
+                want = reference.route(equal.detach(), self.config).experts[0].long().sort().values
             wrong = (ids.sort(1).values != want).any(1)
             if bool(wrong.any()):
                 t = int(wrong.nonzero()[0])
                 fail(f"the lowest ids {want.tolist()} for equal logits (T = {T})", ids[t].tolist(), t)
+
+    def _zeroed(self) -> _Router:
+        """The router with parameters and floating buffers of zero: whatever it computes from them, its logits tie."""
+        if not isinstance(self.call, nn.Module):
+            raise Skip("the router returns no logits, and a function has no parameters to make them equal by")
+        twin = copy.deepcopy(self.call)
+        with torch.no_grad():
+            for tensor in (*twin.parameters(), *twin.buffers()):
+                if tensor.is_floating_point():
+                    tensor.zero_()
+        return self.with_call(twin)
 
     def bad_rows(self) -> None:
         for T in (5, 600):
