@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import enum
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
 from . import checks
 
@@ -19,6 +19,14 @@ _ACTIVATION_FIELDS = ("kind", "gated", "alpha", "limit", "limit_after", "up_offs
 _NOT_NUMBERS = ("kind", "gated", "limit_after")
 
 
+def _brief(config: Any, *always: str) -> str:
+    """The fields without a default, those named, and those that differ from their default: what is enough to rebuild
+    it."""
+    shown = [f.name for f in fields(config) if f.init
+             and (f.name in always or f.default is MISSING or getattr(config, f.name) != f.default)]
+    return f"{type(config).__name__}({', '.join(f'{n}={getattr(config, n)!r}' for n in shown)})"
+
+
 class Layout(str, enum.Enum):
     """Order of the gate and up rows of a gated `w_in` (E, 2F, D). Stated by the caller, never guessed from a shape.
 
@@ -27,6 +35,9 @@ class Layout(str, enum.Enum):
 
     CONCAT = "concat"
     INTERLEAVED = "interleaved"
+
+    def __repr__(self) -> str:
+        return f"Layout.{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +85,9 @@ class Activation:
         if self.limit_after and self.limit is None:
             raise checks.bad("Activation.limit_after", "a limit to apply", "limit=None")
         object.__setattr__(self, "key", "|".join([str(getattr(self, name)) for name in _ACTIVATION_FIELDS]))
+
+    def __repr__(self) -> str:
+        return _brief(self, "kind")
 
     @staticmethod
     def from_key(key: str) -> Activation:
@@ -188,6 +202,9 @@ class RouterConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "key", repr(values))
 
+    def __repr__(self) -> str:
+        return _brief(self, "score", "order", "renormalize")
+
     @staticmethod
     def from_key(key: str) -> RouterConfig:
         """The config whose `key` (its fields as one string, for operators that take no objects) this is."""
@@ -276,3 +293,6 @@ class MoEConfig:
         if self.capacity_factor is not None:
             checks.positive("MoEConfig.capacity_factor", self.capacity_factor)
         object.__setattr__(self, "route", route)
+
+    def __repr__(self) -> str:
+        return _brief(self)

@@ -116,8 +116,10 @@ def contrastive(model: nn.Module, pairs: Tensor) -> tuple[Tensor, float]:
 
 
 def run_demo(config: DemoConfig, say: Callable[[str], object] = lambda text: None,
-             advance: Callable[[int, int], object] = lambda done, steps: None) -> DemoResult:
-    """The whole demonstration. `say` is told each stage, `advance` each training step.
+             advance: Callable[[int, int], object] = lambda done, steps: None,
+             found: Callable[[str, DemoResult], object] = lambda part, result: None) -> DemoResult:
+    """The whole demonstration. `say` is told what is being done, `advance` each training step, `found` each part of
+    the result once it is there: "replaced", "equal", "trained".
 
     Raises ValueError naming the extra when a package is missing.
     """
@@ -142,11 +144,13 @@ def run_demo(config: DemoConfig, say: Callable[[str], object] = lambda text: Non
 
     say("replacing the FFNs")
     result.replaced = replace_ffn(model).describe()
+    found("replaced", result)
     _equal(result, "DenseFFN", model, probe, truth)
 
     say(f"upcycling to {config.num_experts} experts, top {config.top_k}")
     result.weights = upcycle(model, config.num_experts, config.top_k, aux_loss_coef=config.aux_loss_coef)
     _equal(result, "MoEFFN", model, probe, truth)
+    found("equal", result)
 
     say("measuring routing before training")
     ids_before, result.loads_before = routing_of(model, probe)
@@ -161,6 +165,7 @@ def run_demo(config: DemoConfig, say: Callable[[str], object] = lambda text: Non
     with torch.no_grad():
         loss, accuracy = contrastive(model, held)
     result.loss["after"], result.accuracy["after"] = loss.item(), accuracy
+    found("trained", result)
     return result
 
 

@@ -248,6 +248,10 @@ class MoEFFN(nn.Module):
             y = attach_loss(y, c.z_loss_coef * z_loss(routing.logits, token_mask=token_mask))
         return y
 
+    def __repr__(self) -> str:
+        """One line, whatever the layer holds: a model prints it once a block."""
+        return f"{type(self).__name__}({repr(self.config).partition('(')[2][:-1]}, backend={self.backend!r})"
+
     def load_stats(self) -> LoadStats | None:
         """Load of the latest forward; None before the first. Counting happens here, not in forward."""
         return None if self._last is None else load_stats(self._last, self.config.num_experts)

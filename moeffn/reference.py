@@ -87,11 +87,16 @@ def plan(experts: Tensor, num_experts: int) -> Plan:
     return Plan(*as_tensor)
 
 
+def _nothing(like: Tensor, *tensors: Tensor) -> Tensor:
+    """A zero () in like's dtype and in the graph of the tensors: what is used by no slot has a gradient of zeros."""
+    return sum((t[:0].sum().to(like.dtype) for t in tensors), like.new_zeros(()))  # type: ignore[return-value]
+
+
 def permute(x: Tensor, plan: Plan) -> Tensor:
     """x (T, D) -> rows (N, D): row r is the token of its slot, zeros beyond the routed rows."""
     K = plan.num_slots // max(1, x.shape[0])
     rows = [x[slot // K] if slot >= 0 else torch.zeros_like(x[0]) for slot in plan.slot_of_row.tolist()]
-    return torch.stack(rows) if rows else x.new_zeros((0, x.shape[1]))
+    return (torch.stack(rows) if rows else x.new_zeros((0, x.shape[1]))) + _nothing(x, x)
 
 
 def unpermute(rows: Tensor, plan: Plan, weights: Tensor) -> Tensor:
@@ -105,7 +110,7 @@ def unpermute(rows: Tensor, plan: Plan, weights: Tensor) -> Tensor:
             if row_of_slot[t * K + k] >= 0:
                 acc = acc + weights[t, k] * rows[row_of_slot[t * K + k]]
         out.append(acc.to(rows.dtype))
-    return torch.stack(out) if out else rows.new_zeros((0, rows.shape[1]))
+    return (torch.stack(out) if out else rows.new_zeros((0, rows.shape[1]))) + _nothing(rows, rows, weights)
 
 
 def expert_ffn(rows: Tensor, offsets: Tensor, weights: ExpertWeights, *, row_weights: Tensor | None = None,
@@ -137,7 +142,8 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
         if routing.identity_weights is not None:
             acc = acc + routing.identity_weights[t] * row
         out.append(acc.to(x.dtype))
-    return torch.stack(out).reshape(x.shape) if out else flat.reshape(x.shape)
+    y = torch.stack(out) if out else torch.zeros_like(flat)
+    return (y + _nothing(y, x, routing.weights, *(t for _, t in weights.named_tensors()))).reshape(x.shape)
 
 
 def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None = None,
@@ -165,7 +171,7 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
         ids[t] = torch.tensor([-1 if c >= config.num_experts else c for c in chosen], dtype=torch.int32)
 
     def stack(values: list[Tensor], empty: tuple[int, ...]) -> Tensor:
-        return torch.stack(values) if values else work.new_zeros(empty)
+        return torch.stack(values) if values else work.new_zeros(empty) + _nothing(work, work)
 
     identity = config.num_identity_experts and config.identity_kind == "identity"
     return Routing(

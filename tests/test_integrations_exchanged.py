@@ -1,4 +1,4 @@
-"""What is exchanged inside a MoE block after `replace_ffn`: activations and limits are read anew, or refused by name."""
+"""What is exchanged inside a MoE block after `replace_ffn`: activations and limits are read anew or refused by name."""
 
 from __future__ import annotations
 

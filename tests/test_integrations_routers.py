@@ -96,7 +96,7 @@ def test_the_report_shows_the_routing_mode(family):
     score, order, renormalize = MODES[family]
     assert str(report) == report.describe()
     shown = report.describe().split("RouterConfig(")[1]
-    assert all(text in shown for text in (f"score={score}", f"order={order}", f"renormalize={renormalize}"))
+    assert all(text in shown for text in (f"score={score!r}", f"order={order!r}", f"renormalize={renormalize}"))
 
 
 def test_the_mode_follows_the_configuration_not_the_family():

@@ -292,3 +292,9 @@ def test_bad_input(make, message):
     with pytest.raises((ValueError, TypeError)) as info:
         make()
     assert str(info.value).startswith(message)
+
+
+def test_a_layer_prints_as_one_line():
+    config = MoEConfig(d_model=16, d_expert=12, num_experts=8, top_k=2, d_shared=4, aux_loss_coef=0.01)
+    assert repr(MoEFFN(config, backend="torch")) == (
+        "MoEFFN(d_model=16, d_expert=12, num_experts=8, top_k=2, d_shared=4, aux_loss_coef=0.01, backend='torch')")

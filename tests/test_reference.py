@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import moeffn
 from moeffn import (
     BILINEAR,
     GEGLU,
@@ -106,6 +107,23 @@ def test_verbs_put_together_are_the_mixture() -> None:
     y = reference.unpermute(reference.expert_ffn(reference.permute(x, p), p.offsets, experts), p, w)
     torch.testing.assert_close(y, reference.moe_ffn(x, Routing(ids, w), experts))
     assert reference.moe_ffn(x.view(2, 2, 5), Routing(ids, w), experts).shape == (2, 2, 5)
+
+
+@pytest.mark.parametrize("T", [0, 3])
+def test_what_no_slot_uses_has_gradients_of_zero(T: int) -> None:
+    """As on the other backends: an output outside the graph would stop a backward that others run."""
+    leaves = [torch.full(shape, float("nan"), requires_grad=True) for shape in ((T, 5), (T, 2), (3, 8, 5), (3, 5, 4))]
+    x, w, w_in, w_out = leaves
+    unrouted = Routing(torch.full((T, 2), -1), w)
+    p = reference.plan(unrouted.experts, 3)
+    rows = reference.permute(x, p)
+    for y in (reference.moe_ffn(x, unrouted, ExpertWeights(w_in, w_out)),
+              moeffn.moe_ffn(x, unrouted, ExpertWeights(w_in, w_out), backend="reference"),
+              reference.unpermute(reference.expert_ffn(rows, p.offsets, ExpertWeights(w_in, w_out)), p, w)):
+        assert y.shape == (T, 5) and bool((y == 0).all())
+        assert all(bool((g == 0).all()) for g in torch.autograd.grad(y.sum(), leaves))
+    logits = torch.zeros(0, 4, requires_grad=True)
+    assert reference.route(logits, RouterConfig(num_experts=4, top_k=2)).weights.requires_grad
 
 
 def test_plan_by_hand() -> None:

@@ -129,7 +129,7 @@ def test_a_model_is_changed_in_place_and_counted():
     assert report.total_before == report.active_before == total
     assert report.total_after == sum(p.numel() for p in model.parameters()) == total + 2 * (3 * one + 4 * 12)
     assert report.active_after == total + 2 * (one + 4 * 12)
-    assert f"{report.total_after:,}" in str(report) and "0.ffn" in str(report)
+    assert f"{report.total_after:,}" in str(report) and ".ffn (2): " in str(report)
 
 
 def test_experts_that_were_there_already_are_not_all_active():

@@ -55,23 +55,31 @@ def register(app: typer.Typer) -> None:
             def say(text: str) -> None:
                 progress.update(task, description=text, total=None)
 
-            result = run_demo(config, say, advance)
+            def found(part: str, result: DemoResult) -> None:
+                progress.stop()  # two consoles: what is printed must not fall into the line that is redrawn
+                SHOW[part](result, console)
+                progress.start()
+
+            result = run_demo(config, say, advance, found)
             say("drawing")
             draw_loads(result, path)
-        show(result, console)
         console.print(f"heat map: {out}   ({time.perf_counter() - begin:.0f} s in all)")
 
 
-def show(result: DemoResult, console: Console) -> None:
+def show_replaced(result: DemoResult, console: Console) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     console.print("[bold]1. Replaced[/]")
-    console.print(escape(result.replaced))
+    console.print(escape(result.replaced), soft_wrap=True)
+
+
+def show_equal(result: DemoResult, console: Console) -> None:
+    from rich.table import Table
+
     weights = result.weights
     assert weights is not None
     console.print(f"\n[bold]2. Same embeddings[/] (relative to float64; budget: twice the untouched encoder's, "
-                  f"{result.budget:.2e})")
+                  f"{result.budget:.2e})", soft_wrap=True)
     table = Table("encoder", "error", "equal", "tokens/s", "total weights", "active weights")
     for name, error in result.errors.items():
         total, active = weights.total_before, weights.active_before
@@ -82,10 +90,16 @@ def show(result: DemoResult, console: Console) -> None:
                       "[green]yes[/]" if error <= result.budget else "[bold red]NO[/]",
                       f"{result.tokens_per_second[name]:,.0f}", f"{total:,}", f"{active:,}")
     console.print(table)
+
+
+def show_trained(result: DemoResult, console: Console) -> None:
+    from rich.table import Table
+
     console.print(f"[bold]3. Trained[/] for {result.train_seconds:.0f} s (experts moved apart by a little noise): "
                   f"{100 * result.moved:.0f}% of the held-out tokens' choices changed; neighbour-passage loss "
                   f"{result.loss['before']:.3f} -> {result.loss['after']:.3f}, right neighbour first "
-                  f"{100 * result.accuracy['before']:.0f}% -> {100 * result.accuracy['after']:.0f}% (held-out pairs)")
+                  f"{100 * result.accuracy['before']:.0f}% -> {100 * result.accuracy['after']:.0f}% (held-out pairs)",
+                  soft_wrap=True)
     assert result.loads_before is not None and result.loads_after is not None
     E = result.loads_after.shape[1]
     table = Table("layer", *(f"e{e}" for e in range(E)), "was", "now",
@@ -96,3 +110,6 @@ def show(result: DemoResult, console: Console) -> None:
         table.add_row(str(layer), *(f"{100 * share:.1f}" for share in after), f"{max(before) * E:.2f}",
                       f"{max(after) * E:.2f}")
     console.print(table)
+
+
+SHOW = {"replaced": show_replaced, "equal": show_equal, "trained": show_trained}

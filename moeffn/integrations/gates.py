@@ -93,8 +93,9 @@ def _identity(fn: Any) -> Any:
     """What two activations must share to be taken for one: the functions, classes and plain values they are made of."""
     if not isinstance(fn, nn.Module):
         return fn
-    return tuple((type(m), repr(m), *((k, v) for k, v in m.__dict__.items()
-                                      if isinstance(v, (int, float, str)) or inspect.isroutine(v))) for m in fn.modules())
+    return tuple((type(part), repr(part), *((k, v) for k, v in part.__dict__.items()
+                                            if isinstance(v, (int, float, str)) or inspect.isroutine(v)))
+                 for part in fn.modules())
 
 
 def _elementwise(fn: Callable[[Tensor], Tensor]) -> Activation | None:

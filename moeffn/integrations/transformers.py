@@ -20,10 +20,11 @@ except ImportError as error:
                       f"({error})") from error
 
 from .. import backends, checks
-from ..config import Activation, RouterConfig
+from ..config import RouterConfig
 from . import experts as contract
 from . import families, ffn, pairs
 from .adapters import ADAPTERS
+from .report import Left, Replaced, ReplacementReport
 from .routers import family_router_config
 from .swap import SwapState, is_swapped, original_class, swap
 
@@ -58,61 +59,6 @@ def _no_fp8(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 def unsupported() -> dict[str, str]:
     """Families that moeffn does not serve, with the reason."""
     return dict(families.UNSUPPORTED.values())
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """One module that now runs on moeffn. `kind`: "moe" or "dense"; `routing`: None where RouterConfig cannot say."""
-
-    name: str
-    kind: Literal["moe", "dense"]
-    cls: str
-    family: str
-    activation: Activation
-    routing: RouterConfig | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Left:
-    """One FFN that was left as it was, and why."""
-
-    name: str
-    cls: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReplacementReport:
-    """What `replace_ffn` did, module by module. `backend` is the one asked for; "auto" is resolved at each call."""
-
-    replaced: tuple[Replaced, ...]
-    left: tuple[Left, ...]
-    backend: str
-
-    def __str__(self) -> str:
-        return self.describe()
-
-    def describe(self) -> str:
-        """The report as text, one line a module."""
-        lines = [f"backend {self.backend}: {len(self.replaced)} FFNs replaced, {len(self.left)} left"]
-        for r in self.replaced:
-            text = f"  {r.kind:5} {r.name or '(root)'}: {r.cls} {_say(r.activation)}"
-            text += f"; {_say(r.routing)}" if r.routing is not None else ""
-            lines.append(text + (f" [{r.note}]" if r.note else ""))
-        lines += [f"  left  {left.name or '(root)'}: {left.cls}: {left.reason}" for left in self.left]
-        return "\n".join(lines)
-
-
-def _say(config: Activation | RouterConfig) -> str:
-    """A configuration by the values that differ from its defaults."""
-    plain: Any = Activation()
-    if isinstance(config, RouterConfig):
-        plain = RouterConfig(num_experts=config.num_experts, top_k=config.top_k)
-    shown = {n: getattr(config, n) for n in config.__dataclass_fields__ if n != "key"}
-    always = ("kind",) if isinstance(config, Activation) else ("num_experts", "top_k", "score", "order", "renormalize")
-    values = ", ".join(f"{n}={v}" for n, v in shown.items() if n in always or v != getattr(plain, n))
-    return f"{type(config).__name__}({values})"
 
 
 @dataclass

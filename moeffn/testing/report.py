@@ -48,8 +48,8 @@ def run_properties(subject: str, properties: dict[str, Callable[[], None]], skip
         answer()
     except Exception as error:
         why = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
-        raise AssertionError(f"{subject}: no answer to plain input, so none of {len(properties)} properties was reached: "
-                             f"{why}") from error
+        raise AssertionError(f"{subject}: no answer to plain input, so none of {len(properties)} properties was "
+                             f"reached: {why}") from error
     for name, check in properties.items():
         if name in skip:
             report.skipped[name] = "asked for"

@@ -37,8 +37,9 @@ def check_router(router: Any, *, num_experts: int | None = None, top_k: int | No
 
     Properties: "valid" (distinct ids in range, finite weights, also for skewed input), "oracle", "float32 selection"
     (for logits: under autocast; for tokens: a bfloat16 copy chooses as float32 arithmetic on the same values does),
-    "ties" (lowest id; without logits, of a copy of the module with parameters of zero), "bad rows" (NaN and Inf stay in their row), "token order", "one token", "determinism",
-    "gradient" (float64 differences), "router gradient" (weights depend on the input at all), "empty batch".
+    "ties" (lowest id; without logits, of a copy of the module with parameters of zero), "bad rows" (NaN and Inf stay in
+    their row), "token order", "one token", "determinism", "gradient" (float64 differences), "router gradient" (weights
+    depend on the input at all), "empty batch".
 
     The router is checked in evaluation mode. Returns the report, which says what was skipped and why; raises
     AssertionError when a property does not hold, or when the router gives no answer at all.
