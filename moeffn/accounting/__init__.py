@@ -8,7 +8,7 @@ FFN block as plain functions.
 
 from . import block, matching
 from .block import Block
-from .cluster import Cluster, ClusterPlan, Point, Workload, clusters, plan_cluster
+from .cluster import ClusterPlan, Point, plan_cluster
 from .cost import Cost, DecodeBytes, cost, decode_bytes
 from .counting import VENDORS, Convention, Count, LayerCount, PartCount, count
 from .kernels import KernelCost, kernels
@@ -17,6 +17,7 @@ from .presets import Preset, find_preset, presets
 from .roofline import Bound, Device, devices, measure_this_machine, measured_device, prefill, roofline
 from .storage import FORMATS, Format, Stored, stored
 from .traffic import Traffic, distinct_groups, expert_counts, imbalance, traffic
+from .workload import Cluster, Workload, clusters
 
 __all__ = [
     "FORMATS", "VENDORS", "Block", "Bound", "Cluster", "ClusterPlan", "Convention", "Cost", "Count", "DecodeBytes",

@@ -12,11 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .cluster import ClusterPlan, Workload, clusters, plan_cluster
+from .cluster import ClusterPlan, plan_cluster
 from .counting import VENDORS, Count, count
 from .presets import presets
 from .storage import FORMATS, stored
 from .traffic import expert_counts
+from .workload import Workload, clusters
 
 
 def register(app: typer.Typer) -> None:

@@ -43,6 +43,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         families_gemma,
         families_hybrid,
         families_indexed,
+        families_mamba,
         families_moe,
         families_multimodal,
         families_other,
