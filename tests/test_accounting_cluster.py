@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from moeffn.accounting import Workload, count, plan_cluster
-from moeffn.accounting.cluster import Cluster, clusters
+from moeffn.accounting.workload import Cluster, clusters
 from moeffn.accounting.links import measured
 
 WORK = Workload(context=4096)

@@ -31,7 +31,9 @@ class Convention:
     total, active: which embeddings count in the total and in the active figure: all; head (the head's matrix but not
     the input table: what a forward pass multiplies by; a tied matrix stays, because it is the head); none.
     idle: how many of the top-k places go to experts that compute nothing (LongCat): min, mean or max active weights.
-    norms, biases, router_biases, vision: whether these count. Router biases are the selection biases of
+    norms, biases, router_biases, vision: whether these count. vision=no is the language model alone, of a config and
+    of a live wrapper alike; a config's towers count only where the vendor's figure holds them (Gemma) and are named in
+    `Count.excluded` elsewhere. Router biases are the selection biases of
     auxiliary-loss-free routers, parameters in some families and buffers in others.
     """
 

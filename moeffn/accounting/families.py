@@ -39,7 +39,9 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     the wrong type; the message names the key.
     """
     from . import (  # noqa: F401
+        families_classic,
         families_dense,
+        families_encoders,
         families_gemma,
         families_hybrid,
         families_indexed,
@@ -47,6 +49,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         families_moe,
         families_multimodal,
         families_other,
+        families_rare,
         families_recurrent,
         families_remote,
         families_seq2seq,
@@ -93,6 +96,7 @@ def shared_width(k: Keys, expert: int, sparse: list[bool]) -> int:
 
 # In these families' own code a missing number of key/value heads means as many as query heads.
 KV_FROM_HEADS = {
+    "emu3_text_model", "eurobert", "ultrabert",
     "afmoe", "apertus", "arcee", "aria_text", "baichuan", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo",
     "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
@@ -104,6 +108,8 @@ OWN_HEAD_DIM = {
     "minimax_m3_vl_text", "ministral3", "nemotron_h", "openai_privacy_filter", "qwen3", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_next", "sarvam_moe", "seed_oss", "solar_open",
 }
+# In these a missing head's width is d / heads, rounded down.
+ROUNDS_DOWN = {"glm4_moe", "glm4v_moe_text", "qwen3_omni_moe_text"}
 
 
 def attention_bias(k: Keys) -> str:
@@ -118,6 +124,9 @@ def heads_of(k: Keys, d: int) -> tuple[int, int, int]:
     kv_heads = k.integer("num_key_value_heads", absent=n if name in KV_FROM_HEADS else REQUIRED)
     if k.has("head_dim") or name in OWN_HEAD_DIM:
         return n, kv_heads, k.integer("head_dim")
+    if name in ROUNDS_DOWN and d % n:
+        k.assumed["head_dim"] = d // n
+        return n, kv_heads, d // n
     return n, kv_heads, k.divide("head_dim", d, n)
 
 
@@ -159,16 +168,17 @@ def windows(k: Keys, layers: int, key: str = "sliding_window") -> list[int | Non
 
 def decoder(k: Keys, name: str, d: int, layers: list[Layer], *, tied: bool, norm_bias: bool = False,
             final_norm: bool = True, head: bool = True, head_bias: bool = False, extra: tuple[Weight, ...] = (),
-            mtp: tuple[Layer, ...] = (), mtp_copies: bool = False, head_rows: int = 0) -> Architecture:
+            mtp: tuple[Layer, ...] = (), mtp_copies: bool = False, head_rows: int = 0, table: int = 0) -> Architecture:
     """A decoder of `layers` between a token embedding and a head. mtp_copies: a checkpoint stores the embedding and
-    the head once more for each prediction layer. head_rows: rows of the head, 0 for one for each token."""
+    the head once more for each prediction layer. head_rows: rows of the head, 0 for one for each token. table: width
+    of the embedding where it is not d."""
     vocab = k.integer("vocab_size", "padded_vocab_size")
     is_tied = k.tied(tied)
-    outer = [Weight("embedding", (vocab, d), "table"), *extra]
+    outer = [Weight("embedding", (vocab, table or d), "table"), *extra]
     if final_norm:
         outer += norm(d, norm_bias)
     if head and not is_tied:
-        outer += matrix("head", head_rows or vocab, d, head_bias)
+        outer += matrix("head", head_rows or vocab, table or d, head_bias)
     elif head and head_bias:
         outer.append(Weight("head", (vocab,), "bias"))
     return Architecture(

@@ -1,4 +1,4 @@
-"""Dense decoders and encoders: the baselines that a mixture is compared with."""
+"""Dense decoders of Llama's line: the baselines that a mixture is compared with."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class Plain:
     activation: int = 0  # parameters of the activation (xIELU)
     gate: str = ""  # of the attention's output, as in `gqa`
     inner_norms: bool = False  # before the output projections of attention and FFN (BitNet)
+    sinks: bool = False
+    lambdas: int = 0  # vectors of a head's width in each attention (differential attention)
+    head: bool = True
+    more: str = ""  # key of rows of the table beyond the vocabulary
 
 
 PLAIN = {
@@ -46,7 +50,7 @@ PLAIN = {
     "olmo3": Plain(qk_norm="full"),
     "phi3": Plain(bias=""),
     "granite": Plain(),
-    "granite_swa": Plain(tied=True),
+    "granite_swa": Plain(tied=True, sinks=True),
     "smollm3": Plain(tied=True),
     "glm": Plain(bias="qkv", bias_absent=True),
     "glm4": Plain(bias="qkv", bias_absent=True, norms=4),
@@ -91,6 +95,13 @@ PLAIN = {
     "paddleocr_vl_text": Plain(bias_key="use_bias", mlp_bias="use_bias", tied=True),
     "muse_glimmer_text": Plain(norms=4, gate="channels"),
     "bitnet": Plain(inner_norms=True),
+    "diffllama": Plain(lambdas=4),
+    "voxtral_realtime_text": Plain(bias=""),
+    "emu3_text_model": Plain(),
+    "phi4_multimodal": Plain(bias=""),
+    "molmo2_text": Plain(qk_norm="head", more="additional_vocab_size"),
+    "eurobert": Plain(head=False),
+    "ultrabert": Plain(head=False),
 }
 
 
@@ -110,87 +121,23 @@ def plain(k: Keys) -> Architecture:
         norms = norm(d, copies=4 if k.flag("use_post_norm") else 2)
     if p.inner_norms:
         norms = norms + norm(d) + norm(k.integer("intermediate_size"))
-    layers = [block("dense", gqa(d, heads, kv, width, bias=p.bias if biased else "", qk_norm=p.qk_norm, gate=p.gate,
-                                 window=window), ffn, norms) for window in windows(k, n)]
-    k.excluded.extend(key for key in ("img_processor",) if k.has(key))
+    lambdas = [Weight("attention", (width,), "filter")] * p.lambdas
+    if name == "voxtral_realtime_text":  # scales of the norm before the FFN, from the delay
+        ffn += matrix("other", 32, d) + matrix("other", d, 32)
+    layers = []
+    for window in windows(k, n):
+        found, mixer = gqa(d, heads, kv, width, bias=p.bias if biased else "", qk_norm=p.qk_norm, gate=p.gate,
+                           window=window, sinks=p.sinks)
+        layers.append(block("dense", (found + lambdas, mixer), ffn, norms))
+    towers = ("img_processor", *(("vision_config", "audio_config") if name == "phi4_multimodal" else ()))
+    k.excluded.extend(key for key in towers if k.has(key))
+    extra = (Weight("embedding", (k.integer(p.more, minimum=0), d), "table"),) if p.more else ()
     if name == "mimo" and k.data.get("num_nextn_predict_layers"):
         k.excluded.append("num_nextn_predict_layers")
     if name == "stablelm" and k.flag("use_parallel_residual", absent=False):
         raise ValueError("config.use_parallel_residual: the parallel StableLM has no weight table")
-    return decoder(k, name, d, layers, tied=p.tied, norm_bias=p.norm_bias, final_norm=p.final_norm)
-
-
-@family("gpt2", "gpt_neo", "gpt_bigcode", "opt", "gptj", "codegen", "gpt_neox", "phi", "phi-msft", "falcon", "bloom",
-        "mpt")
-def old(k: Keys) -> Architecture:
-    """Decoders of the GPT-2 line: two-matrix FFNs, LayerNorm, mostly biases, some with learned positions."""
-    name = k.text("model_type")
-    d = k.integer("n_embd", "hidden_size", "d_model")
-    n = k.integer("n_layer", "num_hidden_layers", "num_layers", "n_layers")
-    heads = k.integer("n_head", "num_attention_heads", "num_heads", "n_heads")
-    kv = heads
-    bias, mlp_bias, norms, norm_bias, head_bias = "qkvo", True, 2, True, False
-    extra: tuple[Weight, ...] = ()
-    tied = True
-    positions = 0
-    hidden = k.integer("n_inner", "intermediate_size", "ffn_dim", "ffn_hidden_size", absent=4 * d)
-    if name == "gpt2":
-        positions = k.integer("n_positions", "max_position_embeddings")
-    elif name == "gpt_neo":
-        positions, bias = k.integer("max_position_embeddings"), "o"
-    elif name == "gpt_bigcode":
-        positions = k.integer("n_positions", "max_position_embeddings")
-        kv = 1 if k.flag("multi_query", absent=True) else heads
-    elif name == "opt":
-        positions = k.integer("max_position_embeddings") + 2
-        if k.integer("word_embed_proj_dim", absent=d) != d:
-            raise ValueError("config.word_embed_proj_dim: an OPT with projected embeddings has no weight table")
-        bias = "qkvo" if k.flag("enable_bias", absent=True) else ""
-    elif name in ("gptj", "codegen"):
-        bias, norms, tied, head_bias = "", 1, False, True
-    elif name == "gpt_neox":
-        tied = False
-        bias = "qkvo" if k.flag("attention_bias", absent=True) else ""
-    elif name in ("phi", "phi-msft"):
-        norms, tied, head_bias = 1, False, True
-        kv = k.integer("num_key_value_heads", "n_head_kv", absent=heads)
-    elif name == "falcon":
-        new = k.flag("new_decoder_architecture", absent=False)
-        kv = k.integer("num_kv_heads", absent=heads) if new else (1 if k.flag("multi_query", absent=True) else heads)
-        mlp_bias = k.flag("bias", absent=False)
-        bias = "qkvo" if mlp_bias else ""
-        norms = k.integer("num_ln_in_parallel_attn", absent=2) if new else (
-            1 if k.flag("parallel_attn", absent=True) else 2)
-    elif name == "bloom":
-        extra = tuple(norm(d, True))
-    else:  # mpt
-        hidden, bias, mlp_bias, norm_bias = k.integer("expansion_ratio") * d, "", False, False
-    if positions:
-        extra += (Weight("embedding", (positions, d), "table"),)
-    width = k.divide("head_dim", d, heads)
-    ffn = dense(d, hidden, gated=False, bias=mlp_bias)
-    layer = block("dense", gqa(d, heads, kv, width, bias=bias), ffn, norm(d, norm_bias, norms))
-    return decoder(k, name, d, [layer] * n, tied=tied, norm_bias=norm_bias, head_bias=head_bias, extra=extra)
-
-
-@family("bert", "roberta", "distilbert")
-def encoder(k: Keys) -> Architecture:
-    """BERT-like encoders as their base model has them: with a pooler (not DistilBERT), without a language head."""
-    name = k.text("model_type")
-    d = k.integer("hidden_size", "dim")
-    n, heads = k.integer("num_hidden_layers", "n_layers"), k.integer("num_attention_heads", "n_heads")
-    hidden = k.integer("intermediate_size", "hidden_dim")
-    width = k.divide("head_dim", d, heads)
-    layer = block("dense", gqa(d, heads, heads, width, bias="qkvo"), dense(d, hidden, gated=False, bias=True),
-                  norm(d, True, 2))
-    tables = [k.integer("vocab_size"), k.integer("max_position_embeddings")]
-    if name != "distilbert":
-        tables.append(k.integer("type_vocab_size"))
-    outer = [Weight("embedding", (rows, d), "table") for rows in tables] + norm(d, True)
-    if name != "distilbert":
-        outer += matrix("other", d, d, True)
-    return Architecture(name, d, tables[0], (layer,) * n, tuple(outer), True,
-                        assumed=tuple(sorted(k.assumed.items())))
+    return decoder(k, name, d, layers, tied=p.tied, norm_bias=p.norm_bias, final_norm=p.final_norm, head=p.head,
+                   extra=extra)
 
 
 @family("minicpm3", "youtu")

@@ -10,7 +10,7 @@ from .reader import Keys
 from .weights import Architecture, Weight, matrix, norm
 
 
-@family("gemma3")
+@family("gemma3", "shieldgemma2")
 def gemma3(k: Keys) -> Architecture:
     """Gemma 3 with its SigLIP tower and the projector between; without `vision_config` the language model alone."""
     inner = k.inside("text_config") if k.has("text_config") else k

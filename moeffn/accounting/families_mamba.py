@@ -80,7 +80,8 @@ def bamba(k: Keys) -> Architecture:
         if k.has("layer_types"):
             full = [word not in MAMBA for word in k.words("layer_types", layers=n, among=(*MAMBA, *FULL))]
         else:
-            chosen = set(k.indices("attn_layer_indices", required=True))
+            none = "attn_layer_indices" in k.data and k.data["attn_layer_indices"] is None  # said, not left out
+            chosen = set() if none else set(k.indices("attn_layer_indices", required=True))
             full = [i in chosen for i in range(n)]
         layers = [block("dense", attention if on else state_space, ffn, norm(d, copies=2)) for on in full]
     return decoder(k, name, d, layers, tied=False)

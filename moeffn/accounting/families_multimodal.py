@@ -12,13 +12,17 @@ from .reader import Keys
 from .weights import Architecture, Weight, matrix, norm
 
 WRAPPERS = (
-    "aria", "audioflamingo3", "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "deepseek_vl_v2",
-    "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmasr", "got_ocr2", "granite_speech", "idefics2",
-    "idefics3", "internvl", "internvl_chat", "janus", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava",
-    "llava_next", "llava_next_video", "llava_onevision", "mistral3", "muse_glimmer", "muse_spark", "musicflamingo",
-    "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio",
-    "qwen2_vl", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "unlimited_ocr",
-    "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
+    "apertus1p5", "aria", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cosmos3_edge", "cosmos3_omni",
+    "deepseek_vl", "deepseek_vl_hybrid", "deepseek_vl_v2", "emu3", "exaone4_5", "florence2", "fun_asr_nano", "fuyu",
+    "glm46v", "glm4v", "glm4v_moe", "glm_image", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite_docling",
+    "granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3", "instructblip",
+    "instructblipvideo", "internvl", "internvl_chat", "janus", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr",
+    "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+    "mistral3", "mllama", "modernvbert", "molmo2", "moss_transcribe_diarize", "muse_glimmer", "muse_spark",
+    "musicflamingo", "nemo_speechlm", "nemotron_h_omni", "omniasr", "ovis2", "paddleocr_vl", "paligemma",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "ultravbert", "unlimited_ocr", "vibevoice",
+    "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral", "voxtral_realtime",
 )
 
 
@@ -83,3 +87,53 @@ def muse_spark(k: Keys) -> Architecture:
     around = norm(d, copies=3) + [Weight("other", (d,), "filter")] * 2
     layers = [block("sparse" if on else "dense", mixed, ffn if on else plain, around) for on in sparse]
     return decoder(k, "muse_spark", d, layers, tied=False)
+
+
+@family("mllama_text_model")
+def mllama(k: Keys) -> Architecture:
+    """Llama 3.2 Vision's language model: in some layers an attention to the image, with gates, takes the place of the
+    text's. The table has eight rows more than the head."""
+    d, n = k.integer("hidden_size"), k.integer("num_hidden_layers")
+    heads, kv, width = heads_of(k, d)
+    crossed = set(k.indices("cross_attention_layers", required=True))
+    ffn, plain = dense(d, k.integer("intermediate_size")), gqa(d, heads, kv, width)
+    looks = gqa(d, heads, kv, width, qk_norm="head")
+    looks[0].extend([Weight("attention", (1,), "filter"), Weight("dense", (1,), "filter")])
+    layers = [block("dense", looks if i in crossed else plain, ffn, norm(d, copies=2)) for i in range(n)]
+    return decoder(k, "mllama", d, layers, tied=False, extra=(Weight("embedding", (8, d), "table"),))
+
+
+@family("idefics")
+def idefics(k: Keys) -> Architecture:
+    """IDEFICS' language model: gated attention to the image and a further FFN before every few layers."""
+    d, n = k.integer("hidden_size"), k.integer("num_hidden_layers")
+    heads = k.integer("num_attention_heads")
+    width, more = k.divide("head_dim", d, heads), k.integer("additional_vocab_size", minimum=0)
+    wide = k.inside("vision_config").integer("embed_dim")
+    if k.flag("qk_layer_norms", absent=False):
+        raise ValueError("config.qk_layer_norms: an IDEFICS with norms of queries and keys has no weight table")
+    found, mixer = gqa(d, heads, heads, width)
+    ffn, norms = dense(d, k.integer("intermediate_size")), norm(d, copies=2)
+    looks = matrix("attention", heads * width, d) + matrix("attention", heads * width, wide) * 2
+    looks += [*matrix("attention", d, heads * width), Weight("attention", (1,), "filter")]
+    crossed = block("dense", (looks, mixer), [*ffn, Weight("dense", (1,), "filter")], norms)
+    layers = [block("dense", (found, mixer), ffn, norms)] * n
+    layers += [crossed] * (n // k.integer("cross_layer_interval"))
+    k.excluded.extend(key for key in ("vision_config", "perceiver_config") if k.has(key))
+    extra = (Weight("embedding", (more, d), "table"), Weight("head", (more, d), "matrix")) if more else ()
+    return decoder(k, "idefics", d, layers, tied=False, extra=extra)
+
+
+@family("kosmos-2", "kosmos-2.5")
+def kosmos(k: Keys) -> Architecture:
+    """Kosmos-2's language model: norms before the output projections of attention and FFN."""
+    k.excluded.append("vision_config")
+    second = k.text("model_type") == "kosmos-2.5"
+    k = k.inside("text_config")
+    d, n, heads = k.integer("embed_dim"), k.integer("layers"), k.integer("attention_heads")
+    hidden = k.integer("ffn_dim")
+    mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+    norms = norm(d, True, 2 if second else 3) + norm(hidden, True)
+    layer = block("dense", mixed, dense(d, hidden, gated=False, bias=True), norms)
+    extra = (Weight("embedding", (2, d), "table"),) if second else ()
+    return decoder(k, "kosmos", d, [layer] * n, tied=True, norm_bias=True, extra=extra)

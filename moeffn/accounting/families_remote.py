@@ -10,7 +10,7 @@ from .families_dense import plain
 from .ffns import dense, moe
 from .mixers import gqa
 from .reader import Keys
-from .weights import Architecture, Mixer, matrix, norm
+from .weights import Architecture, Mixer, Weight, matrix, norm
 
 
 @family("chatglm")
@@ -88,13 +88,24 @@ def nemotron_nas(k: Keys) -> Architecture:
 def grok2(k: Keys) -> Architecture:
     """Grok-2: experts beside a dense FFN in every layer. Its published config names another model's `model_type`."""
     if not k.has("residual_moe"):
-        raise ValueError("config.model_type: no weight table for 'git' without `residual_moe`, which tells Grok-2")
+        return git(k)
     d, n = width_and_depth(k)
     ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("num_local_experts"), k.integer("num_experts_per_tok"))
     if k.flag("residual_moe"):
         ffn = ffn + dense(d, k.integer("intermediate_size"))
     mixed = gqa(d, k.integer("num_attention_heads"), k.integer("num_key_value_heads"), k.integer("head_dim"))
     return decoder(k, "grok-2", d, [block("sparse", mixed, ffn, norm(d, copies=4))] * n, tied=False)
+
+
+def git(k: Keys) -> Architecture:
+    """GIT: BERT's layers as a decoder of text behind an image encoder, which is excluded."""
+    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+    ffn = dense(d, k.integer("intermediate_size"), gated=False, bias=True)
+    k.excluded.extend(key for key in ("vision_config",) if k.has(key))
+    extra = (Weight("embedding", (k.integer("max_position_embeddings"), d), "table"), *norm(d, True))
+    return decoder(k, "git", d, [block("dense", mixed, ffn, norm(d, True, 2))] * n, tied=False, final_norm=False,
+                   head_bias=True, extra=extra)
 
 
 @family("step3_text", "step3_vl")

@@ -6,18 +6,19 @@ from .families import decoder, family
 from .ffns import dense, moe
 from .mixers import gqa
 from .reader import Keys
-from .weights import Architecture, Layer, Weight, norm
+from .weights import Architecture, Layer, Weight, matrix, norm
 
 
-@family("t5", "switch_transformers", "mt5", "umt5")
+@family("t5", "switch_transformers", "mt5", "umt5", "longt5", "udop", "pop2piano")
 def t5(k: Keys) -> Architecture:
-    """T5 and Switch Transformers: encoder and decoder with relative positions, FFNs without biases."""
+    """T5 and its kin: encoder and decoder with relative positions, FFNs without biases."""
     name = k.text("model_type")
     d, heads, width, hidden = k.integer("d_model"), k.integer("num_heads"), k.integer("d_kv"), k.integer("d_ff")
     encoders = k.integer("num_layers")
     decoders = k.integer("num_decoder_layers", absent=encoders)
     gated = k.text("feed_forward_proj", absent="relu").startswith("gated")
     buckets = k.integer("relative_attention_num_buckets")
+    pooled = name == "longt5" and k.text("encoder_attention_type") == "transient-global"
     layers = []
     for stack, n in (("encoder", encoders), ("decoder", decoders)):
         every = 0
@@ -30,13 +31,25 @@ def t5(k: Keys) -> Architecture:
             found = found * times
             if i == 0 or name == "umt5":
                 found = [*found, Weight("attention", (buckets, heads), "filter")]
+            if pooled and stack == "encoder":  # summaries of blocks, with a norm and a bias of their own
+                found = found + norm(d) + [Weight("attention", (buckets, heads), "filter")] * (i == 0)
             sparse = bool(every) and (i % every == 1 or every == 1)
             ffn = (moe(d, hidden, k.integer("num_experts"), 1, gated=False, where="config.num_experts",
                        router_bias=k.flag("router_bias", absent=False)) if sparse
                    else dense(d, hidden, gated=gated))
             weights = tuple(found + ffn + norm(d, copies=1 + times))
             layers.append(Layer("sparse" if sparse else "dense", weights, (mixer,) * times))
-    return decoder(k, name, d, layers, tied=True, extra=tuple(norm(d)))
+    extra = norm(d)
+    if name == "udop":  # tables of places on a page, biases of places, and image patches into each stack
+        extra += [Weight("embedding", (k.integer("max_2d_position_embeddings"), d), "table")] * 2
+        others = len(k.data.get("relative_bias_args") or ()) - 1
+        extra += [Weight("attention", (buckets, heads), "filter")] * (2 * others)
+        pixels = k.integer("num_channels") * k.integer("patch_size") ** 2
+        extra += matrix("vision", d, pixels, True) * 2
+    elif name == "pop2piano":
+        extra.append(Weight("embedding", (k.integer("composer_vocab_size"), d), "table"))
+        extra += matrix("head", k.integer("vocab_size"), d)
+    return decoder(k, name, d, layers, tied=True, extra=tuple(extra))
 
 
 @family("nllb_moe", "nllb-moe")
@@ -59,30 +72,89 @@ def nllb(k: Keys) -> Architecture:
     return decoder(k, "nllb_moe", d, layers, tied=True, norm_bias=True, extra=tuple(norm(d, True)))
 
 
-@family("bart", "mbart", "pegasus", "m2m_100", "marian", "blenderbot", "blenderbot-small", "whisper")
+NORMS_OF_A_STACK = {"mbart": 2, "marian": 0}
+POSITIONS = {"bart": 2, "mbart": 2, "mvp": 2, "plbart": 2}  # rows beyond the positions
+NO_POSITIONS = ("m2m_100", "pegasus_x", "seamless_m4t", "seamless_m4t_v2")
+
+
+@family("bart", "mbart", "mvp", "plbart", "pegasus", "pegasus_x", "m2m_100", "marian", "blenderbot",
+        "blenderbot-small", "whisper", "seamless_m4t", "seamless_m4t_v2", "bigbird_pegasus", "led")
 def bart(k: Keys) -> Architecture:
     """BART and its like; m2m_100 (NLLB) and Whisper too. Whisper's encoder has fixed positions, as parameters.
 
-    Sinusoidal positions that are parameters of the module (Marian, Pegasus, Whisper's encoder) count.
+    Sinusoidal positions that are parameters of the module (Marian, Pegasus, Whisper's encoder) count. Of
+    SeamlessM4T the text encoder and decoder count.
     """
     name = k.text("model_type")
-    d = k.integer("d_model")
+    d = k.integer("d_model", "hidden_size")
+    if k.data.get("use_prompt"):
+        raise ValueError("config.use_prompt: an MVP with prompts has no weight table")
+    if name.startswith("seamless"):
+        k.excluded.extend(("speech_encoder", "t2u", "vocoder"))
     extra: list[Weight] = []
     layers = []
     for stack in ("encoder", "decoder"):
         n, heads = k.integer(f"{stack}_layers"), k.integer(f"{stack}_attention_heads")
-        bias = "qvo" if name == "whisper" else "qkvo"
+        bias = {"whisper": "qvo", "pegasus_x": "", "bigbird_pegasus": ""}.get(name, "qkvo")
         found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=bias)
         times = 2 if stack == "decoder" else 1
+        if name == "led" and stack == "encoder":  # queries, keys and values of global tokens
+            found = found + matrix("attention", d, d, True) * 3
         ffn = dense(d, k.integer(f"{stack}_ffn_dim"), gated=False, bias=True)
-        layers += [Layer("dense", tuple(found * times + ffn + norm(d, True, 1 + times)), (mixer,) * times)] * n
-        extra += norm(d, True, {"mbart": 2, "marian": 0}.get(name, 1))
+        wider = name == "pegasus_x" and stack == "encoder"  # a third norm, and global tokens
+        norms = norm(d, True, 1 + times + wider)
+        layers += [Layer("dense", tuple(found * times + ffn + norms), (mixer,) * times)] * n
+        extra += norm(d, True, NORMS_OF_A_STACK.get(name, 1))
+        extra += [Weight("embedding", (k.integer("num_global_tokens"), d), "table")] if wider else []
         if name == "whisper":
             rows = k.integer("max_source_positions" if stack == "encoder" else "max_target_positions")
         else:
-            rows = 0 if name == "m2m_100" else k.integer("max_position_embeddings") + 2 * (name in ("bart", "mbart"))
+            own = f"max_{stack}_position_embeddings" if name == "led" else "max_position_embeddings"
+            rows = 0 if name in NO_POSITIONS else k.integer(own) + POSITIONS.get(name, 0)
         extra += [Weight("embedding", (rows, d), "table")] * (rows > 0)
     if name == "whisper":
         extra += [Weight("other", (d, k.integer("num_mel_bins"), 3), "filter"), Weight("other", (d,), "bias"),
                   Weight("other", (d, d, 3), "filter"), Weight("other", (d,), "bias")]
     return decoder(k, name, d, layers, tied=True, final_norm=False, extra=tuple(extra))
+
+
+@family("prophetnet", "xlm-prophetnet")
+def prophetnet(k: Keys) -> Architecture:
+    """ProphetNet: positions in both stacks; the decoder predicts several tokens, with relative biases of its own."""
+    d = k.integer("hidden_size")
+    extra: list[Weight] = []
+    layers = []
+    for stack in ("encoder", "decoder"):
+        n, heads = k.integer(f"num_{stack}_layers"), k.integer(f"num_{stack}_attention_heads")
+        found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+        times = 1
+        if stack == "decoder":
+            times += k.flag("add_cross_attention", absent=True)
+            found = found * times + matrix("attention", k.integer("num_buckets") * heads, d, True)
+            extra.append(Weight("embedding", (k.integer("ngram"), d), "table"))
+        ffn = dense(d, k.integer(f"{stack}_ffn_dim"), gated=False, bias=True)
+        layers += [Layer("dense", tuple(found + ffn + norm(d, True, 1 + times)), (mixer,) * times)] * n
+        extra += [Weight("embedding", (k.integer("max_position_embeddings"), d), "table"), *norm(d, True)]
+    return decoder(k, "prophetnet", d, layers, tied=True, final_norm=False, extra=tuple(extra))
+
+
+@family("t5gemma")
+def t5gemma(k: Keys) -> Architecture:
+    """T5Gemma: Gemma 2's layers in both stacks, each with a table of its own; the head is the decoder's."""
+    layers, extra = [], []
+    for stack in ("encoder", "decoder"):
+        s = k.inside(stack)
+        d, n, heads, kv = (s.integer(key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads",
+                                                      "num_key_value_heads"))
+        found, mixer = gqa(d, heads, kv, s.integer("head_dim"), bias="qkvo" * s.flag("attention_bias", absent=False))
+        norms = norm(d, copies=4)
+        if stack == "decoder":
+            wide = k.inside("encoder").integer("hidden_size")
+            if wide != d:
+                raise ValueError(f"config.encoder.hidden_size: expected {d} as in the decoder, got {wide}")
+            found, norms = found * 2, norm(d, copies=6)
+        else:
+            extra = [Weight("embedding", (s.integer("vocab_size"), d), "table"), *norm(d)]
+        weights = tuple(found + dense(d, s.integer("intermediate_size")) + norms)
+        layers += [Layer("dense", weights, (mixer,) * (2 if stack == "decoder" else 1))] * n
+    return decoder(s, "t5gemma", d, layers, tied=True, extra=tuple(extra))

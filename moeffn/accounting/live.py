@@ -18,7 +18,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 # In this order: the first that matches the dotted name decides.
 RULES = (
-    ("vision", r"vision|visual|multi_modal_projector|audio_tower"),
+    ("vision", r"vision|visual|multi_modal_projector|audio_tower|image_encoder|codec_model|embed_tokens_extend"),
     ("head", r"(^|\.)(lm_head|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$"),
     ("shared_gate", r"shared_expert_gate"),
     ("norm", r"norm|(^|\.)ln_?\w*\."),
@@ -28,6 +28,19 @@ RULES = (
     ("attention", r"attn|attention|mamba|conv|(^|\.)mixer\.(in_proj|out_proj|x_proj|[qkvo]_proj|A_log|D$|dt_)"),
     ("dense", r"mlp|ffn|feed_forward|(^|\.)(fc\d|wi|wo|intermediate|output)\.|DenseReluDense|mixer\.(up|down)_proj"),
 )
+
+
+def _language_model(modules: dict[str, Any]) -> str:
+    """Where the language model of a wrapper begins, "" when the module has no towers around one."""
+    found = (path for path in modules if path.rsplit(".", 1)[-1] in ("language_model", "text_model"))
+    return min(found, key=lambda path: path.count("."), default="")
+
+
+def _is_tower(name: str, language: str) -> bool:
+    """Whether a parameter of a wrapper belongs to none of its language model, embedding and head."""
+    if not language or name.startswith(f"{language}."):
+        return False
+    return not re.search(r"^(model\.)?(lm_head|embed_tokens|layers|norm|embed_out)\.", name)
 
 
 def _part(name: str, routed: bool) -> str:
@@ -78,10 +91,14 @@ def _is_routed(name: str, modules: dict[str, Any]) -> bool:
     return any("Experts" in type(module).__name__ for path, module in _ancestors(name, modules) if path)
 
 
-def _weight(name: str, parameter: Any, modules: dict[str, Any], top_k: int | None) -> Weight:
+def _weight(name: str, parameter: Any, modules: dict[str, Any], top_k: int | None, language: str) -> Weight:
     shape = tuple(parameter.shape)
+    if _is_tower(name, language):
+        return Weight("vision", shape, "matrix" if len(shape) == 2 else "filter")
     routed = _is_routed(name, modules)
-    part = _part(name, routed)
+    if re.search(r"(^|\.)(up|down)_embed\.weight$", name):  # experts of one channel, looked up (Doge)
+        routed, shape = True, (shape[0], 1, shape[1])
+    part = "routed" if routed and "_embed." in name else _part(name, routed)
     single = re.search(r"experts\.(expert_)?\d+\.", name)
     if routed and (single or len(shape) > 1):
         chosen = top_k if top_k is not None else _find(name, modules, TOP_K)
@@ -118,13 +135,14 @@ def read_module(module: Any, top_k: int | None = None) -> Architecture:
     outer: list[Weight] = []
     singles: dict[tuple[str, str], list[Weight]] = {}
     seen: set[int] = set()
+    language = _language_model(modules)
     for name, parameter in module.named_parameters():
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        weight = _weight(name, parameter, modules, top_k)
+        weight = _weight(name, parameter, modules, top_k, language)
         at = re.search(r"^(?!.*vision)(.*?\b(?:layers|blocks?|h|layer)\.\d+)\.", name)
-        key = at.group(1) if at else ""
+        key = at.group(1) if at and not _is_tower(name, language) else ""
         if re.search(r"experts\.(expert_)?\d+\.", name) and weight.part in ("routed", "attention"):
             singles.setdefault((key, re.sub(r"experts\.(expert_)?\d+\.", "experts.*.", name)), []).append(weight)
         else:

@@ -24,7 +24,7 @@ PARTS = (
     "dense",  # FFNs without experts
     "norm",
     "head",
-    "vision",
+    "vision",  # towers beside the language model (images, sound) and their projectors; experts of image tokens alone
     "vision_ffn",
     "other",
 )
