@@ -96,7 +96,7 @@ def shared_width(k: Keys, expert: int, sparse: list[bool]) -> int:
 
 # In these families' own code a missing number of key/value heads means as many as query heads.
 KV_FROM_HEADS = {
-    "emu3_text_model", "eurobert", "ultrabert",
+    "emu3_text_model", "eurobert", "ultrabert", "skywork", "PanguProMoE", "pangu_pro_moe", "PanguEmbedded",
     "afmoe", "apertus", "arcee", "aria_text", "baichuan", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo",
     "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
@@ -168,10 +168,10 @@ def windows(k: Keys, layers: int, key: str = "sliding_window") -> list[int | Non
 
 def decoder(k: Keys, name: str, d: int, layers: list[Layer], *, tied: bool, norm_bias: bool = False,
             final_norm: bool = True, head: bool = True, head_bias: bool = False, extra: tuple[Weight, ...] = (),
-            mtp: tuple[Layer, ...] = (), mtp_copies: bool = False, head_rows: int = 0, table: int = 0) -> Architecture:
-    """A decoder of `layers` between a token embedding and a head. mtp_copies: a checkpoint stores the embedding and
-    the head once more for each prediction layer. head_rows: rows of the head, 0 for one for each token. table: width
-    of the embedding where it is not d."""
+            mtp: tuple[Layer, ...] = (), mtp_copies: int = 0, head_rows: int = 0, table: int = 0) -> Architecture:
+    """A decoder of `layers` between a token embedding and a head. mtp_copies: matrices of the embedding's size that a
+    checkpoint stores once more for each prediction layer. head_rows: rows of the head, 0 for one for each token.
+    table: width of the embedding where it is not d."""
     vocab = k.integer("vocab_size", "padded_vocab_size")
     is_tied = k.tied(tied)
     outer = [Weight("embedding", (vocab, table or d), "table"), *extra]
@@ -182,7 +182,7 @@ def decoder(k: Keys, name: str, d: int, layers: list[Layer], *, tied: bool, norm
     elif head and head_bias:
         outer.append(Weight("head", (vocab,), "bias"))
     return Architecture(
-        name, d, vocab, tuple(layers), tuple(outer), is_tied, mtp, 2 * vocab * d * len(mtp) * mtp_copies,
+        name, d, vocab, tuple(layers), tuple(outer), is_tied, mtp, vocab * d * len(mtp) * mtp_copies,
         tuple(sorted(k.assumed.items())), tuple(k.excluded),
     )
 
@@ -194,5 +194,10 @@ def block(kind: str, mixed: tuple[list[Weight], Mixer], ffn: list[Weight], norms
 
 def predictor(d: int, layer: Layer) -> Layer:
     """A multi-token-prediction layer as DeepSeek-V3 builds it: a decoder layer behind a 2d -> d projection, with
-    three more norms (arXiv 2412.19437, section 2.2)."""
+    three more norms (arXiv 2412.19437, section 2.2); MiMo, Step, LongCat and others alike, on layers of their own."""
     return Layer("mtp", layer.weights + tuple(matrix("other", d, 2 * d) + norm(d, copies=3)), layer.mixers)
+
+
+def predictions(k: Keys, *names: str) -> int:
+    """How many prediction layers the config says the model has."""
+    return k.integer(*(names or ("num_nextn_predict_layers",)), absent=0, minimum=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .families import block, decoder, family, heads_of, width_and_depth, windows
+from .families import block, decoder, family, heads_of, predictions, predictor, width_and_depth, windows
 from .ffns import dense
 from .mixers import gqa, mla
 from .reader import Keys
@@ -75,6 +75,7 @@ PLAIN = {
     "mimo": Plain(bias="qkv", bias_absent=True),
     "orion": Plain(bias="", norm_bias=True),
     "phi3_v": Plain(bias=""),
+    "PanguEmbedded": Plain(bias_key="bias"),
     "Yi": Plain(bias=""),
     "vaultgemma": Plain(tied=True),
     "jais2": Plain(norm_bias=True, gated=False),
@@ -132,12 +133,10 @@ def plain(k: Keys) -> Architecture:
     towers = ("img_processor", *(("vision_config", "audio_config") if name == "phi4_multimodal" else ()))
     k.excluded.extend(key for key in towers if k.has(key))
     extra = (Weight("embedding", (k.integer(p.more, minimum=0), d), "table"),) if p.more else ()
-    if name == "mimo" and k.data.get("num_nextn_predict_layers"):
-        k.excluded.append("num_nextn_predict_layers")
     if name == "stablelm" and k.flag("use_parallel_residual", absent=False):
         raise ValueError("config.use_parallel_residual: the parallel StableLM has no weight table")
     return decoder(k, name, d, layers, tied=p.tied, norm_bias=p.norm_bias, final_norm=p.final_norm, head=p.head,
-                   extra=extra)
+                   extra=extra, mtp=(predictor(d, layers[-1]),) * (predictions(k) if name == "mimo" else 0))
 
 
 @family("minicpm3", "youtu")

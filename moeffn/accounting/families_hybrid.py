@@ -12,6 +12,8 @@ from .families import (
     first_dense,
     heads_of,
     linear_layers,
+    predictions,
+    predictor,
     shared_width,
     sparse_step,
     tower,
@@ -98,9 +100,12 @@ def delta_latent(k: Keys) -> Architecture:
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [block("sparse" if on else "dense", recurrent if is_linear else attention, ffn if on else plain,
                     norm(d, copies=2)) for is_linear, on in zip(linear, sparse, strict=True)]
-    if k.data.get("num_nextn_predict_layers"):
+    mtp: tuple[Layer, ...] = ()
+    if kimi and k.data.get("num_nextn_predict_layers"):
         k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, name, d, layers, tied=False)
+    elif not kimi and ffn:  # latent attention and experts
+        mtp = (predictor(d, block("mtp", attention, ffn, norm(d, copies=2))),) * predictions(k)
+    return decoder(k, name, d, layers, tied=False, mtp=mtp)
 
 
 @family("lfm2_moe", "lfm2", "lfm3")
@@ -147,9 +152,8 @@ def longcat(k: Keys) -> Architecture:
               where="config.moe_topk")
     plain = dense(d, k.integer("ffn_hidden_size", "intermediate_size"))
     layer = Layer("sparse", tuple(found * 2 + ffn + plain * 2 + norm(d, copies=4)), (mixer, mixer))
-    if k.data.get("num_nextn_predict_layers"):
-        k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, "longcat_flash", d, [layer] * n, tied=False)
+    predicted = predictor(d, Layer("mtp", tuple(found + plain + norm(d, copies=2)), (mixer,)))  # dense, one attention
+    return decoder(k, "longcat_flash", d, [layer] * n, tied=False, mtp=(predicted,) * predictions(k), mtp_copies=1)
 
 
 @family("jetmoe")

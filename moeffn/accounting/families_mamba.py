@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .families import FULL, attention_bias, block, decoder, family, heads_of, width_and_depth
+from .families import FULL, attention_bias, block, decoder, family, heads_of, predictions, predictor, width_and_depth
 from .ffns import dense, moe
 from .mixers import Mixed, gqa, mamba1, mamba2
 from .reader import Keys
@@ -92,12 +92,7 @@ def nemotron_h(k: Keys) -> Architecture:
     """Each layer is one sublayer: Mamba-2, attention, experts (not gated, perhaps on latent channels) or FFN."""
     d = k.integer("hidden_size")
     if k.has("hybrid_override_pattern"):
-        kinds = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-        pattern = k.text("hybrid_override_pattern")
-        unknown = sorted(set(pattern) - set(kinds))
-        if unknown:
-            raise ValueError(f"config.hybrid_override_pattern: expected letters of {''.join(kinds)}, got {unknown}")
-        words = [kinds[letter] for letter in pattern]
+        words = _pattern(k, "hybrid_override_pattern")
     else:
         given = k.data.get("layers_block_type") or k.data.get("layer_types")
         count = k.integer("num_hidden_layers", absent=len(given) if isinstance(given, list) else 0)
@@ -105,9 +100,37 @@ def nemotron_h(k: Keys) -> Architecture:
                         among=(*MAMBA, "moe", "attention", "full_attention", "mlp"))
     sublayers = {word: _nemotron(k, d, word) for word in dict.fromkeys(words)}
     layers = [Layer("sparse" if word == "moe" else "dense", *sublayers[word]) for word in words]
-    if k.data.get("num_nextn_predict_layers"):
+    return decoder(k, "nemotron_h", d, layers, tied=False, mtp=_nemotron_mtp(k, d))
+
+
+def _nemotron_mtp(k: Keys, d: int) -> tuple[Layer, ...]:
+    """Prediction layers: each a sequence of sublayers, the first behind a 2d -> d projection with two norms, the last
+    with a norm behind it."""
+    count = predictions(k)
+    if not count:
+        return ()
+    if k.has("mtp_hybrid_override_pattern"):
+        words = _pattern(k, "mtp_hybrid_override_pattern")
+    elif k.has("mtp_layers_block_type"):
+        given = k.data["mtp_layers_block_type"]
+        words = k.words("mtp_layers_block_type", layers=len(given) if isinstance(given, list) else 0,
+                        among=("mamba", "moe", "attention", "mlp"))
+    else:
         k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, "nemotron_h", d, layers, tied=False)
+        return ()
+    found = [_nemotron(k, d, word) for word in words]
+    weights = tuple(w for part in found for w in part[0])
+    return (predictor(d, Layer("mtp", weights, tuple(m for part in found for m in part[1]))),) * count
+
+
+def _pattern(k: Keys, key: str) -> list[str]:
+    """A string of one letter a layer."""
+    kinds = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
+    pattern = k.text(key)
+    unknown = sorted(set(pattern) - set(kinds))
+    if unknown:
+        raise ValueError(f"config.{key}: expected letters of {''.join(kinds)}, got {unknown}")
+    return [kinds[letter] for letter in pattern]
 
 
 def _nemotron(k: Keys, d: int, word: str) -> tuple:

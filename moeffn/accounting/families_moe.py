@@ -9,6 +9,7 @@ from .families import (
     family,
     first_dense,
     heads_of,
+    predictions,
     predictor,
     shared_width,
     sparse_step,
@@ -218,29 +219,38 @@ def grouped(k: Keys) -> Architecture:
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     per_layer = k.each("num_attention_heads_per_layer", layers=n, absent=heads) if name == "laguna" else [heads] * n
     layers = []
+    slides = _slides(k, n) if name == "mimo_v2_flash" else []
     for i, window in enumerate(windows(k, n)):
-        if name == "mimo_v2_flash":
-            mixed = _mimo(k, d, i, n, bias, window)
+        if slides:
+            mixed = _mimo(k, d, slides[i], bias, window)
         else:
             mixed = gqa(d, per_layer[i], kv, width, bias=bias, qk_norm=qk_norm, gate=gate, window=window)
             mixed[0].extend([Weight("attention", (heads,), "filter")] * (name == "beam"))  # bias of the gate
         layers.append(block("sparse" if sparse[i] else "dense", mixed, ffn if sparse[i] else plain,
                             norm(d, copies=norms)))
     mtp: tuple[Layer, ...] = ()
-    if name.startswith(("glm4", "sarvam", "bailing_moe_v2")) and sparse[-1]:
-        mtp = (predictor(d, layers[-1]),) * k.integer("num_nextn_predict_layers", absent=0, minimum=0)
-    elif k.has("num_nextn_predict_layers") and k.data["num_nextn_predict_layers"]:
+    if name.startswith(("glm4", "sarvam", "bailing_moe_v2", "hy_v3")) and sparse[-1]:
+        mtp = (predictor(d, layers[-1]),) * predictions(k)
+    elif name in ("mimo_v2_flash", "exaone_moe") and k.data.get("num_nextn_predict_layers"):
+        mixed = _mimo(k, d, True, bias, None) if slides else gqa(d, heads, kv, width, qk_norm=qk_norm)
+        layer = block("mtp", mixed, dense(d, k.integer("intermediate_size")), norm(d, copies=2))
+        mtp = (predictor(d, layer), *(predictor(d, layer) if slides else layer,) * (predictions(k) - 1))
+    elif k.data.get("num_nextn_predict_layers"):
         k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, name, d, layers, tied=False, mtp=mtp, mtp_copies=True)
+    return decoder(k, name, d, layers, tied=False, mtp=mtp,
+                   mtp_copies=2 * name.startswith(("glm4", "sarvam", "bailing_moe_v2")))
 
 
-def _mimo(k: Keys, d: int, i: int, layers: int, bias: str, window: int | None) -> Mixed:
-    """MiMo-V2-Flash: window layers have sinks and their own heads."""
+def _slides(k: Keys, layers: int) -> list[bool]:
+    """MiMo-V2-Flash: which layers attend to a window."""
     if k.has("hybrid_layer_pattern"):
-        slides = k.each("hybrid_layer_pattern", layers=layers)[i] == 1
-    else:
-        word = k.words("layer_types", layers=layers, among=("full_attention", "sliding_attention"))[i]
-        slides = word == "sliding_attention"
+        return [kind == 1 for kind in k.each("hybrid_layer_pattern", layers=layers)]
+    words = k.words("layer_types", layers=layers, among=("full_attention", "sliding_attention"))
+    return [word == "sliding_attention" for word in words]
+
+
+def _mimo(k: Keys, d: int, slides: bool, bias: str, window: int | None) -> Mixed:
+    """MiMo-V2-Flash: window layers have sinks and their own heads."""
     prefix = "swa_" if slides else ""
     heads = k.integer(f"{prefix}num_attention_heads", "num_attention_heads")
     if slides and not k.has("swa_num_key_value_heads"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .families import block, decoder, family, first_dense, width_and_depth
+from .families import block, decoder, family, first_dense, predictions, predictor, width_and_depth
 from .ffns import dense, moe
 from .mixers import gqa, hyper
 from .reader import Keys
@@ -19,10 +19,11 @@ def deepseek_v4(k: Keys) -> Architecture:
     token table is no parameter.
     """
     d, n = width_and_depth(k)
+    ratios: list = []
     if k.has("layer_types"):
         kinds = k.words("layer_types", layers=n, among=COMPRESSED.values())
     else:
-        ratios = k.data.get("compress_ratios")
+        ratios = k.data.get("compress_ratios")  # may run on over the prediction layers
         if not isinstance(ratios, list) or len(ratios) < n or any(r not in COMPRESSED for r in ratios):
             known = sorted(COMPRESSED)
             raise ValueError(f"config.compress_ratios: expected at least {n} values of {known}, got {ratios}")
@@ -40,9 +41,15 @@ def deepseek_v4(k: Keys) -> Architecture:
         ffn = moe(*sizes, shared=shared, selection="" if i < hashed else "buffer")
         ffn += hyper(maps, streams * d, 3, "dense")
         layers.append(block("sparse", (found, mixer), ffn, norm(d, copies=2)))
-    if k.data.get("num_nextn_predict_layers"):
-        k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, "deepseek_v4", d, layers, tied=False, extra=tuple(hyper(streams, streams * d, 1, "other")))
+    mtp = []
+    for i in range(predictions(k)):  # two projections d -> d in place of one of 2d, and streams of its own
+        kind = COMPRESSED.get(ratios[n + i], "sliding_attention") if len(ratios) > n + i else "sliding_attention"
+        found, mixer = _v4_attention(k, d, kind)
+        found += hyper(maps, streams * d, 3, "attention") + hyper(streams, streams * d, 1, "other")
+        ffn = moe(*sizes, shared=shared, selection="buffer") + hyper(maps, streams * d, 3, "dense")
+        mtp.append(predictor(d, block("mtp", (found, mixer), ffn, norm(d, copies=2))))
+    return decoder(k, "deepseek_v4", d, layers, tied=False, mtp=tuple(mtp),
+                   extra=tuple(hyper(streams, streams * d, 1, "other")))
 
 
 def _compressor(d: int, rate: int, width: int, cached: int) -> list[Weight]:

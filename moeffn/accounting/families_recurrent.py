@@ -40,6 +40,50 @@ def rwkv(k: Keys) -> Architecture:
     return decoder(k, "rwkv", d, layers, tied=False, norm_bias=True)
 
 
+@family("rwkv5", "rwkv6")
+def rwkv5(k: Keys) -> Architecture:
+    """Eagle and Finch (arXiv 2404.05892): 13·D²·L + 14·D·L + 4·D + 2·D·V, and 464·D·L for Finch's 14·D·L at the
+    usual ranks of 32 and 64, twice these from a width of 4096 on."""
+    name = k.text("model_type")
+    d, n = width_and_depth(k)
+    inner = k.integer("attention_hidden_size", absent=d)
+    hidden = k.integer("intermediate_size", absent=int(3.5 * d) // 32 * 32)
+    mixed = matrix("attention", inner, d) * 4 + matrix("attention", d, inner) + norm(inner, True)
+    mixed += [Weight("attention", (inner,), "filter")] * 2
+    if name == "rwkv5":
+        mixed += [Weight("attention", (d,), "filter")] * 4
+    else:
+        rank, decay = (64, 128) if d >= 4096 else (32, 64)
+        mixed += [Weight("attention", (d,), "filter")] * 6 + matrix("attention", 5 * rank, d)
+        mixed += matrix("attention", d, rank) * 5 + matrix("attention", decay, d) + matrix("attention", inner, decay)
+    ffn = matrix("dense", hidden, d) + matrix("dense", d, d) + matrix("dense", d, hidden)
+    ffn += [Weight("dense", (d,), "filter")] * 2
+    state = inner * k.integer("head_size", absent=64)
+    layers = [block("dense", (mixed, Mixer(state=state)), ffn, norm(d, True, 2 + (i == 0))) for i in range(n)]
+    return decoder(k, name, d, layers, tied=False, norm_bias=True)
+
+
+@family("rwkv7")
+def rwkv7(k: Keys) -> Architecture:
+    """Goose (arXiv 2503.14456): 2·D·V + 4·D + L·D·(12·D + 2·(dw + da + dv + dg) + 19) - (2·D·dv + D), for an FFN of
+    4·D; the first layer has no residual of values."""
+    d, n = width_and_depth(k)
+    width = k.integer("head_dim", "head_size")
+    decay, low, value, gate = (k.integer(f"{key}_low_rank_dim") for key in ("decay", "a", "v", "gate"))
+    hidden = k.integer("intermediate_size", absent=4 * d)
+    layers = []
+    for i in range(n):
+        mixed = matrix("attention", d, d) * 4 + norm(d, True) + [Weight("attention", (d,), "filter")] * 11
+        for rank in (decay, low, gate):
+            mixed += matrix("attention", rank, d) + matrix("attention", d, rank)
+        if i:
+            mixed += matrix("attention", value, d) + matrix("attention", d, value)
+            mixed.append(Weight("attention", (d,), "filter"))
+        ffn = [*matrix("dense", hidden, d), *matrix("dense", d, hidden), Weight("dense", (d,), "filter")]
+        layers.append(block("dense", (mixed, Mixer(state=d * width)), ffn, norm(d, True, 2 + (i == 0))))
+    return decoder(k, "rwkv7", d, layers, tied=False, norm_bias=True)
+
+
 @family("recurrent_gemma")
 def recurrent_gemma(k: Keys) -> Architecture:
     """Griffin: gated linear recurrences with window attention between (arXiv 2402.19427)."""

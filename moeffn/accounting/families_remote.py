@@ -108,6 +108,37 @@ def git(k: Keys) -> Architecture:
                    head_bias=True, extra=extra)
 
 
+@family("skywork")
+def skywork(k: Keys) -> Architecture:
+    """Skywork: Llama's layers, with `num_experts` two of so many experts behind a router of one or two layers."""
+    d, n = width_and_depth(k)
+    mixed, hidden = gqa(d, *heads_of(k, d)), k.integer("intermediate_size")
+    experts = k.integer("num_experts", absent=0, minimum=0)
+    ffn = dense(d, hidden)
+    if experts:
+        if k.integer("moe_expert_interval", absent=1) != 1:
+            raise ValueError("config.moe_expert_interval: a Skywork-MoE with dense layers has no weight table")
+        ffn = moe(d, hidden, experts, k.integer("num_experts_per_tok", "moe_topk", absent=2))
+        if k.flag("moe_2layer_gate"):
+            ffn[:1] = matrix("router", 8 * experts, d) + matrix("router", experts, 8 * experts)
+    layer = block("sparse" if experts else "dense", mixed, ffn, norm(d, copies=2))
+    return decoder(k, "skywork", d, [layer] * n, tied=False)
+
+
+@family("PanguProMoE", "pangu_pro_moe")
+def pangu_pro(k: Keys) -> Architecture:
+    """Pangu Pro MoE: groups of experts of which each serves a token, scaled by a vector; biases on the attention."""
+    d, n = width_and_depth(k)
+    mixed = gqa(d, *heads_of(k, d), bias="qkvo")
+    experts, dense_only = k.integer("num_experts"), set(k.indices("mlp_only_layers"))
+    ffn = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"),
+              shared=k.integer("shared_expert_intermediate_size", minimum=0))
+    ffn.append(Weight("router", (1, experts), "filter"))
+    layers = [block("dense", mixed, dense(d, k.integer("intermediate_size")), norm(d, copies=2)) if i in dense_only
+              else block("sparse", mixed, ffn, norm(d, copies=2)) for i in range(n)]
+    return decoder(k, "pangu_pro_moe", d, layers, tied=False)
+
+
 @family("step3_text", "step3_vl")
 def step3(k: Keys) -> Architecture:
     """Step-3: one key and value of full width for all heads, low-rank queries (arXiv 2507.19427)."""

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from .families import block, decoder, family, first_dense, heads_of, predictor, shared_width, tower, width_and_depth
+from .families import (
+    block,
+    decoder,
+    family,
+    first_dense,
+    heads_of,
+    predictions,
+    predictor,
+    shared_width,
+    tower,
+    width_and_depth,
+)
 from .families_moe import grouped
 from .ffns import dense, moe
 from .mixers import gqa, indexer, mla
@@ -20,7 +31,14 @@ LATENT = {
     "mistral4": ("", False, False),
     "sarvam_mla": ("buffer", True, False),
     "axk1": ("buffer", False, True),
+    "pangu_ultra_moe": ("flag", True, False),
 }
+# openPangu's names of the keys, as in its own code.
+PANGU = {"attention_q_lora_dim": "q_lora_rank", "attention_kv_lora_dim": "kv_lora_rank",
+         "attention_qk_dim": "qk_nope_head_dim", "attention_qk_rope_dim": "qk_rope_head_dim",
+         "attention_v_dim": "v_head_dim", "num_routed_experts": "n_routed_experts",
+         "num_shared_experts": "n_shared_experts", "num_dense_layers": "first_k_dense_replace",
+         "num_mtp_layers": "num_nextn_predict_layers"}
 
 
 def indexed(k: Keys, layers: int) -> list[bool]:
@@ -39,6 +57,11 @@ def latent(k: Keys) -> Architecture:
         k.data = {**k.data, "model_type": "deepseek"}
         return grouped(k)
     selection, has_mtp, after = LATENT.get(name, LATENT["deepseek_v3"])
+    norms = 2
+    if name == "pangu_ultra_moe":
+        k.data = {**k.data, **{new: k.data[old] for old, new in PANGU.items() if k.has(old)}}
+        selection = "buffer" if k.flag("router_enable_expert_bias", absent=False) else ""
+        norms = 4 if k.flag("sandwich_norm") else 2
     d, n = width_and_depth(k)
     heads = k.integer("num_attention_heads")
     if k.data.get("q_lora_rank", 0) is None:
@@ -61,11 +84,11 @@ def latent(k: Keys) -> Architecture:
                   shared=shared_width(k, expert, sparse), selection=selection)
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [block("sparse" if on else "dense", (found + look * own, mixer), ffn if on else plain,
-                    norm(d, copies=2 + (after and on))) for own, on in zip(indexed(k, n), sparse, strict=True)]
+                    norm(d, copies=norms + (after and on))) for own, on in zip(indexed(k, n), sparse, strict=True)]
     mtp: tuple[Layer, ...] = ()
     if has_mtp and sparse[-1]:
-        mtp = (predictor(d, layers[-1]),) * k.integer("num_nextn_predict_layers", absent=0, minimum=0)
-    return decoder(k, name, d, layers, tied=False, mtp=mtp, mtp_copies=True)
+        mtp = (predictor(d, layers[-1]),) * predictions(k)
+    return decoder(k, name, d, layers, tied=False, mtp=mtp, mtp_copies=2)
 
 
 @family("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3")
@@ -102,10 +125,10 @@ def step(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     heads, width = k.integer("num_attention_heads"), k.integer("head_dim")
     kv = k.integer("num_key_value_heads", "num_attention_groups")
-    extra = k.integer("num_nextn_predict_layers", absent=0, minimum=0)
+    extra = predictions(k)
     listed = k.data.get("layer_types")
     words = k.words("layer_types", layers=n + extra if isinstance(listed, list) and len(listed) == n + extra else n,
-                    among=("full_attention", "sliding_attention"))[:n]
+                    among=("full_attention", "sliding_attention"))
     other = k.inside("attention_other_setting") if k.has("attention_other_setting") else None
     more = (other.integer("num_attention_heads") if other else k.integer("num_sliding_attention_heads", absent=heads))
     if k.has("moe_layers_enum"):
@@ -117,14 +140,14 @@ def step(k: Keys) -> Architecture:
     ffn = moe(d, expert, k.integer("n_routed_experts", "moe_num_experts", "num_experts"),
               k.integer("num_experts_per_tok", "moe_top_k"), selection="buffer",
               shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0))
-    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    plain = dense(d, k.integer("intermediate_size")) if extra or not all(sparse) else []
     window = k.integer("sliding_window", absent=0, minimum=0) or None
     layers = []
-    for word, on in zip(words, sparse, strict=True):
+    for i, word in enumerate([*words, *["full_attention"] * (n + extra - len(words))]):
         sliding = word == "sliding_attention"
         mixed = gqa(d, more if sliding else heads, kv, width, qk_norm="head", gate="heads",
                     window=window if sliding else None)
+        on = i < n and sparse[i]
         layers.append(block("sparse" if on else "dense", mixed, ffn if on else plain, norm(d, copies=2)))
-    if extra:
-        k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, "step3p5", d, layers, tied=False)
+    mtp = tuple(predictor(d, layer) for layer in layers[n:])  # dense, each with a head of its own
+    return decoder(k, "step3p5", d, layers[:n], tied=False, mtp=mtp, mtp_copies=1)
