@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from moeffn.accounting import Workload, count, plan_cluster
-from moeffn.accounting.workload import Cluster, clusters
 from moeffn.accounting.links import measured
+from moeffn.accounting.workload import Cluster, clusters
 
 WORK = Workload(context=4096)
 

@@ -96,7 +96,8 @@ def shared_width(k: Keys, expert: int, sparse: list[bool]) -> int:
 
 # In these families' own code a missing number of key/value heads means as many as query heads.
 KV_FROM_HEADS = {
-    "emu3_text_model", "eurobert", "ultrabert", "skywork", "PanguProMoE", "pangu_pro_moe", "PanguEmbedded",
+    "emu3_text_model", "eurobert", "ultrabert", "skywork", "xverse", "aria_moe_lm",
+    "PanguProMoE", "pangu_pro_moe", "PanguEmbedded",
     "afmoe", "apertus", "arcee", "aria_text", "baichuan", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo",
     "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",

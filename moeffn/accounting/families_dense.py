@@ -18,6 +18,7 @@ class Plain:
 
     norms: int = 2
     norm_bias: bool = False
+    final_bias: bool | None = None  # of the last norm, where it differs
     bias: str = "qkvo"
     bias_key: str = "attention_bias"
     bias_absent: bool = False
@@ -77,6 +78,7 @@ PLAIN = {
     "phi3_v": Plain(bias=""),
     "PanguEmbedded": Plain(bias_key="bias"),
     "Yi": Plain(bias=""),
+    "xverse": Plain(bias=""),
     "vaultgemma": Plain(tied=True),
     "jais2": Plain(norm_bias=True, gated=False),
     "apertus1p5_text": Plain(gated=False, qk_norm="head", activation=2),
@@ -102,6 +104,7 @@ PLAIN = {
     "phi4_multimodal": Plain(bias=""),
     "molmo2_text": Plain(qk_norm="head", more="additional_vocab_size"),
     "eurobert": Plain(head=False),
+    "esmc": Plain(bias="", qk_norm="full", norm_bias=True, final_bias=False, head=False),
     "ultrabert": Plain(head=False),
 }
 
@@ -135,8 +138,9 @@ def plain(k: Keys) -> Architecture:
     extra = (Weight("embedding", (k.integer(p.more, minimum=0), d), "table"),) if p.more else ()
     if name == "stablelm" and k.flag("use_parallel_residual", absent=False):
         raise ValueError("config.use_parallel_residual: the parallel StableLM has no weight table")
-    return decoder(k, name, d, layers, tied=p.tied, norm_bias=p.norm_bias, final_norm=p.final_norm, head=p.head,
-                   extra=extra, mtp=(predictor(d, layers[-1]),) * (predictions(k) if name == "mimo" else 0))
+    mtp = (predictor(d, layers[-1]),) * (predictions(k) if name == "mimo" else 0)
+    return decoder(k, name, d, layers, tied=p.tied, norm_bias=p.norm_bias if p.final_bias is None else p.final_bias,
+                   final_norm=p.final_norm, head=p.head, extra=extra, mtp=mtp)
 
 
 @family("minicpm3", "youtu")

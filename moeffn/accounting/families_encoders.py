@@ -37,7 +37,7 @@ BARE = Encoder(pooler=False)
 ENCODERS = {
     **dict.fromkeys(("bert", "roberta", "camembert", "xlm-roberta", "tapas", "visual_bert", "ernie", "big_bird",
                      "data2vec-text", "xmod", "bros", "layoutlm", "markuplm", "ibert", "luke", "roc_bert",
-                     "longformer"), BASE),
+                     "longformer", "squeezebert", "fnet"), BASE),
     **dict.fromkeys(("splinter", "dpr", "convbert"), BARE),
     **dict.fromkeys(("yoso", "nystromformer", "mra"), Encoder(positions=2, pooler=False)),
     **dict.fromkeys(("distilbert", "flaubert", "xlm", "bert-generation"), Encoder(types=False, pooler=False)),
@@ -63,7 +63,8 @@ def encoder(k: Keys) -> Architecture:
     name = k.text("model_type")
     e = ENCODERS[name]
     d = k.integer("hidden_size", "dim", "emb_dim")
-    n, heads = k.integer("num_hidden_layers", "n_layers"), k.integer("num_attention_heads", "n_heads")
+    n = k.integer("num_hidden_layers", "n_layers")
+    heads = 1 if name == "fnet" else k.integer("num_attention_heads", "n_heads")
     hidden = k.integer("intermediate_size", "hidden_dim", absent=4 * d) if name in ("xlm", "flaubert") else k.integer(
         "intermediate_size", "hidden_dim")
     head = k.integer("head_dim") if k.has("head_dim") else k.divide("head_dim", d, heads)
@@ -71,8 +72,14 @@ def encoder(k: Keys) -> Architecture:
     ffn += [Weight("dense", (d,), "bias")] * (e.ffn_bias == "last")
     found, mixer = gqa(d, heads, heads, head, bias=e.bias)
     more = LAYER_EXTRAS[name](k, d, heads) if name in LAYER_EXTRAS else []
-    layer = block("dense", _convolved(k, d, heads) if name == "convbert" else (found, mixer), ffn + more,
-                  norm(d, True, 2))
+    mixed: Mixed = (found, mixer)
+    if name == "convbert":
+        mixed = _convolved(k, d, heads)
+    elif name == "squeezebert":
+        mixed, ffn = _grouped(k, d, hidden, mixer)
+    elif name == "fnet":
+        mixed = [], Mixer()
+    layer = block("dense", mixed, ffn + more, norm(d, True, 2))
     embedded = k.integer(e.narrow) if e.narrow else d
     outer = [Weight("embedding", (rows, embedded), "table") for rows in _tables(k, e)]
     outer += norm(embedded, True, e.embedded) + norm(d, True, e.final)
@@ -119,6 +126,17 @@ def _convolved(k: Keys, d: int, heads: int) -> Mixed:
     found += [Weight("attention", (d, 1, taps), "filter"), *matrix("attention", inner, d, True)]
     found += matrix("attention", heads * taps, inner, True) + matrix("attention", inner, d, True)
     return found, Mixer(heads, width, width, None, 2 * inner)
+
+
+def _grouped(k: Keys, d: int, hidden: int, mixer: Mixer) -> tuple[Mixed, list[Weight]]:
+    """SqueezeBERT: projections and FFN as convolutions of width 1 over groups of channels."""
+    def linear(part: str, rows: int, columns: int, key: str) -> list[Weight]:
+        return matrix(part, rows, k.divide(key, columns, k.integer(key)), True)
+
+    found = [w for key in ("q_groups", "k_groups", "v_groups", "post_attention_groups")
+             for w in linear("attention", d, d, key)]
+    ffn = linear("dense", hidden, d, "intermediate_groups") + linear("dense", d, hidden, "output_groups")
+    return (found, mixer), ffn
 
 
 def _table(part: str, rows: int, width: int) -> list[Weight]:
@@ -187,6 +205,7 @@ OUTER_EXTRAS = {
     "roc_bert": _sounds_and_shapes,
     "visual_bert": _seen,
     "roformer": lambda k, d, h: _table("embedding", k.integer("max_position_embeddings"), d // h),
+    "fnet": lambda k, d, h: matrix("other", d, d, True),
     "bros": lambda k, d, h: matrix("other", k.integer("dim_bbox_projection"), k.integer("dim_bbox_sinusoid_emb_2d")),
     "layoutlm": lambda k, d, h: _table("embedding", k.integer("max_2d_position_embeddings"), d) * 4,
     "mpnet": lambda k, d, h: [Weight("attention", (k.integer("relative_attention_num_buckets"), h), "filter")],

@@ -20,6 +20,7 @@ from .families import (
     width_and_depth,
     windows,
 )
+from .families_moe import every_layer
 from .ffns import dense, moe
 from .mixers import gated_delta, gqa, kimi_delta, lightning, mla, short_conv
 from .reader import Keys
@@ -57,8 +58,12 @@ def qwen_hybrid(k: Keys) -> Architecture:
     return decoder(k, name, d, layers, tied=name == "lara_mini", mtp=tuple(mtp))
 
 
-@family("minimax", "minimax_text_01")
+@family("minimax", "minimax_text_01", "minimax_m1")
 def minimax(k: Keys) -> Architecture:
+    """MiniMax-Text-01 and M1. M2's published config names this `model_type` too, and says it by its router's bias."""
+    if k.has("use_routing_bias"):
+        k.data = {**k.data, "model_type": "minimax_m2"}
+        return every_layer(k)
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     if k.has("attn_type_list"):
@@ -167,7 +172,7 @@ def jetmoe(k: Keys) -> Architecture:
     found = (matrix("attention", inner, d, copies=experts, used=top_k)
              + matrix("attention", d, inner, copies=experts, used=top_k)
              + matrix("attention", 2 * inner, d) + matrix("router", experts, d) + [Weight("attention", (d,), "bias")])
-    ffn = moe(d, k.integer("intermediate_size"), experts, top_k)
+    ffn = moe(d, k.integer("intermediate_size", "ffn_hidden_size"), experts, top_k)
     layer = block("sparse", (found, mixer), [*ffn, Weight("routed", (d,), "bias")], norm(d, copies=2))
     return decoder(k, "jetmoe", d, [layer] * n, tied=True)
 

@@ -22,9 +22,12 @@ from .mixers import Mixed, gqa
 from .reader import Keys
 from .weights import Architecture, Layer, Weight, matrix, norm
 
+OWN_EXPERT_WIDTH = {"aria_moe_lm": ("moe_intermediate_size", "intermediate_size"),
+                    "smallthinker": ("moe_ffn_hidden_size",)}
+
 
 @family("mixtral", "olmoe", "flex_olmo", "minimax_m2", "phimoe", "grinmoe", "granitemoe", "granitemoeshared",
-        "granitemoe_swa", "aria_text")
+        "granitemoe_swa", "aria_text", "aria_moe_lm", "smallthinker")
 def every_layer(k: Keys) -> Architecture:
     """Every layer sparse, `intermediate_size` is the expert width."""
     name = k.text("model_type")
@@ -32,12 +35,13 @@ def every_layer(k: Keys) -> Architecture:
     heads, kv, width = heads_of(k, d)
     bias = attention_bias(k)
     qk_norm = "full" if name in ("olmoe", "flex_olmo", "minimax_m2") else ""
-    expert, experts = k.integer("intermediate_size"), k.integer("num_local_experts", "num_experts", "moe_num_experts")
-    shared = expert * k.integer("moe_num_shared_experts", minimum=0) if name == "aria_text" else 0
+    expert = k.integer(*OWN_EXPERT_WIDTH.get(name, ("intermediate_size",)))
+    experts = k.integer("num_local_experts", "moe_num_primary_experts")
+    shared = expert * k.integer("moe_num_shared_experts", minimum=0) if name.startswith("aria") else 0
     if name in ("granitemoeshared", "granitemoe_swa"):
         shared = k.integer("shared_intermediate_size", absent=0, minimum=0)
     norm_bias = name in ("phimoe", "grinmoe")
-    ffn = moe(d, expert, experts, k.integer("num_experts_per_tok", "moe_topk"), shared=shared,
+    ffn = moe(d, expert, experts, k.integer("num_experts_per_tok", "moe_num_active_primary_experts"), shared=shared,
               selection="buffer" if name == "minimax_m2" else "")
     layers = [
         block("sparse", gqa(d, heads, kv, width, bias=bias, qk_norm=qk_norm, sinks=name == "granitemoe_swa",

@@ -108,6 +108,18 @@ def git(k: Keys) -> Architecture:
                    head_bias=True, extra=extra)
 
 
+@family("xverse")
+def xverse(k: Keys) -> Architecture:
+    """XVERSE: Llama's layers; in its mixture `intermediate_size` is the experts' width, shared ones beside them."""
+    if not k.has("num_experts"):
+        return plain(k)
+    d, n = width_and_depth(k)
+    expert = k.integer("intermediate_size")
+    ffn = moe(d, expert, k.integer("num_experts"), k.integer("num_experts_per_tok"),
+              shared=expert * k.integer("num_shared_experts", minimum=0))
+    return decoder(k, "xverse", d, [block("sparse", gqa(d, *heads_of(k, d)), ffn, norm(d, copies=2))] * n, tied=False)
+
+
 @family("skywork")
 def skywork(k: Keys) -> Architecture:
     """Skywork: Llama's layers, with `num_experts` two of so many experts behind a router of one or two layers."""

@@ -42,7 +42,10 @@ def t5(k: Keys) -> Architecture:
     extra = norm(d)
     if name == "udop":  # tables of places on a page, biases of places, and image patches into each stack
         extra += [Weight("embedding", (k.integer("max_2d_position_embeddings"), d), "table")] * 2
-        others = len(k.data.get("relative_bias_args") or ()) - 1
+        places = k.data.get("relative_bias_args")
+        if not isinstance(places, list) or not places:
+            raise TypeError(f"config.relative_bias_args: expected a list of biases, got {places!r}")
+        others = len(places) - 1
         extra += [Weight("attention", (buckets, heads), "filter")] * (2 * others)
         pixels = k.integer("num_channels") * k.integer("patch_size") ** 2
         extra += matrix("vision", d, pixels, True) * 2

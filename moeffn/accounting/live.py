@@ -24,7 +24,7 @@ RULES = (
     ("norm", r"norm|(^|\.)ln_?\w*\."),
     ("embedding", r"(?<!un)embed|(^|\.)(wte|wpe|shared)\.weight$"),
     ("shared", r"(^|\.)shared(_(expert|mlp)\w*)?\."),
-    ("router", r"(^|\.)(router|wg)\.|(^|\.)gate\.|expert_bias|e_score_corr"),
+    ("router", r"(^|\.)(router(_gate)?|wg)\.|(^|\.)gate\.|expert_bias|e_score_corr"),
     ("attention", r"attn|attention|mamba|conv|(^|\.)mixer\.(in_proj|out_proj|x_proj|[qkvo]_proj|A_log|D$|dt_)"),
     ("dense", r"mlp|ffn|feed_forward|(^|\.)(fc\d|wi|wo|intermediate|output)\.|DenseReluDense|mixer\.(up|down)_proj"),
 )

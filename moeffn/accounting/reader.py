@@ -11,6 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 REQUIRED: Any = object()
+# Names that families use for the same size; each is read wherever another of its group is.
+ALIASES = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
+    ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k",
+     "top_k_experts"),
+)
 
 
 class Keys:
@@ -29,7 +35,8 @@ class Keys:
         return any(self.data.get(name) is not None for name in names)
 
     def _find(self, names: tuple[str, ...], absent: Any) -> tuple[str, Any]:
-        for name in names:
+        alike = (name for group in ALIASES if names[0] in group for name in group)
+        for name in (*names, *alike):
             if self.data.get(name) is not None:
                 return name, self.data[name]
         if absent is REQUIRED:

@@ -1,0 +1,55 @@
+"""Every class of config that transformers has and that holds a text model, as it is by default and in full size."""
+
+import importlib.util
+import os
+
+import pytest
+
+from moeffn.accounting import count
+from moeffn.accounting.families import FAMILIES
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("needs transformers", allow_module_level=True)
+
+from accounting_models import whole
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+count("GPT-2")  # the tables register themselves at the first count
+ALL = bool(os.environ.get("MOEFFN_ALL_FAMILIES"))
+TOP_K = {"switch_transformers": 1, "nllb-moe": 2}  # their modules do not say it
+# Defaults that build no model (a size is None), and one class that allocates rows no checkpoint has; all of these are
+# compared with sizes of their own in test_accounting_live.
+ELSEWHERE = {
+    "dbrx", "deepseek_v2", "dots1", "ernie4_5_vl_moe_text", "gemma3n", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe",
+    "longcat_flash", "ministral", "nemotron", "qwen2_5_omni", "qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text",
+    "step3p5", "aya_vision",
+}
+KNOWN = sorted(name for name in CONFIG_MAPPING_NAMES if name in FAMILIES and name not in ELSEWHERE)
+# One of each kind of table, and wrappers, in every run.
+KINDS = ("gemma3_text", "gpt2", "trocr", "bart", "led", "t5gemma", "mamba2", "recurrent_gemma", "rwkv", "bert",
+         "convbert", "luke", "roformer", "xlnet", "modernbert-decoder", "dory", "gemma4_unified_assistant", "minicpm3",
+         "qwen3_vl_moe", "internvl", "kosmos-2", "gemma3", "xlstm")
+# Text models without a table. Configs of speech, of images alone and of pairs of encoders (CLIP) have none either.
+WITHOUT = ("blip", "embedding_gemma2", "encoder-decoder", "funnel", "mobilebert", "neomme", "perceiver", "pix2struct",
+           "reformer", "t5gemma2", "vision-encoder-decoder")
+
+
+@pytest.mark.parametrize("name", KNOWN if ALL else KINDS)
+def test_default_config_equals_live_model(name):
+    """The language model; of Gemma 3 and 4 the vision tower too. A base model lacks the head its config implies."""
+    try:
+        model, config = whole(name, {})
+    except LookupError:
+        pytest.skip("built only inside another model")
+    counted, live = (count(source, convention="vision=no", top_k=TOP_K.get(name)) for source in (config, model))
+    head = counted.part("head").total if live.part("head").total == 0 else 0
+    assert (counted.total - head, counted.active - head) == (live.total, live.active)
+    assert count(model, top_k=TOP_K.get(name)).total == sum(p.numel() for p in model.parameters())
+    towers = {key for key in ("vision_config", "audio_config") if config.get(key)}
+    assert towers <= set(counted.excluded) or count(config).part("vision").total == count(model).part("vision").total
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"model_type: no weight table for '{name}'"):
+        count({"model_type": name})
