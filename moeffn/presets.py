@@ -1,8 +1,9 @@
 """One MoE block of a published model as a MoEConfig: from a preset's name or a config.json. Imports no torch.
 
-The sizes and the router of the first sparse layer are read from the model's own config keys; a family that is not in
-the table below is refused by name rather than guessed. The stored presets hold sizes and the router's form; a final
-scale of the weights that they leave out is read as 1. A config.json may also hold the fields of MoEConfig themselves.
+Names and sizes are those of `moeffn.accounting`: what `moeffn params` counts, the block is built from. The router's
+form comes from the table below, by family; a family that is not in it is refused by name rather than guessed. The
+stored presets hold sizes; a scale of the weights or groups that they leave out are read as 1. A config.json may also
+hold the fields of MoEConfig themselves.
 """
 
 from __future__ import annotations
@@ -17,46 +18,26 @@ from typing import Any
 from . import checks
 from .config import SWIGLU, SWIGLU_OAI, Activation, Layout, MoEConfig, RouterConfig
 
-BENCH_PRESETS = {
-    "mixtral-8x7b": "Mixtral-8x7B-v0.1",
-    "mixtral-8x22b": "Mixtral-8x22B-v0.1",
-    "olmoe-1b-7b": "OLMoE-1B-7B",
-    "qwen2-57b-a14b": "Qwen2-57B-A14B",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen3-235B-A22B",
-    "qwen3-next-80b-a3b": "Qwen3-Next-80B-A3B",
-    "deepseek-v2": "DeepSeek-V2",
-    "deepseek-v3": "DeepSeek-V3",
-    "kimi-k2": "Kimi-K2",
-    "glm-4.5": "GLM-4.5",
-    "glm-4.5-air": "GLM-4.5-Air",
-    "gpt-oss-20b": "gpt-oss-20b",
-    "gpt-oss-120b": "gpt-oss-120b",
-    "granite-3.0-1b-a400m": "Granite-3.0-1B-A400M",
-    "minimax-text-01": "MiniMax-Text-01",
-    "nemotron-3-nano-30b-a3b": "Nemotron-3-Nano-30B-A3B",
-}
-# The defaults of transformers' Glm4MoeConfig, which are this model.
-_GLM_4_5_AIR = {"model_type": "glm4_moe", "hidden_size": 4096, "moe_intermediate_size": 1408, "n_routed_experts": 128,
-                "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-                "routed_scaling_factor": 1.0, "norm_topk_prob": True}
-
 
 def load_block(source: str) -> tuple[str, MoEConfig]:
     """A preset's name, or the path of a JSON file or of the folder of a config.json -> (label, MoEConfig).
 
     Raises ValueError naming close presets, the missing key or the unknown family; OSError for an unreadable file.
     """
-    if source in BENCH_PRESETS:
-        return source, block_config(_preset(BENCH_PRESETS[source]))
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         raise checks.bad("PRESET", "a file config.json, or a folder that holds one", f"the folder {source!r}")
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" and not path.exists():
-        near = difflib.get_close_matches(source.lower(), BENCH_PRESETS, 3)
-        hint = f"{', '.join(near)} or another of them" if near else ", ".join(BENCH_PRESETS)
-        raise checks.bad("PRESET", f"a file config.json, or a preset ({hint})", repr(source))
+        from .accounting.presets import close_presets, find_preset
+
+        try:
+            preset = find_preset(source)
+        except ValueError:
+            near = close_presets(source)
+            hint = f"{', '.join(near)} or another of them" if near else "`moeffn params list` shows them"
+            raise checks.bad("PRESET", f"a file config.json, or a preset ({hint})", repr(source)) from None
+        return preset.name, block_config(preset.config, where=preset.name)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -68,12 +49,43 @@ def load_block(source: str) -> tuple[str, MoEConfig]:
     return path.stem if path.stem != "config" else path.resolve().parent.name, block_config(config, where=path.name)
 
 
-def _preset(name: str) -> Mapping[str, Any]:
-    if name == "GLM-4.5-Air":
-        return _GLM_4_5_AIR
-    from .accounting.presets import find_preset
+def block_config(config: Mapping[str, Any], where: str = "config") -> MoEConfig:
+    """The MoE block that a model's config describes. Raises ValueError naming the key or the family."""
+    if "model_type" not in config and "d_model" in config:
+        return _own_fields(config, where)
+    text = next((config[key] for key in ("text_config", "llm_config", "language_config")
+                 if isinstance(config.get(key), Mapping)), {})
+    inner = {**config, **text}
+    family = inner.get("model_type")
+    if family not in _ROUTERS:
+        raise checks.bad(f"{where}: model_type", f"one of {', '.join(sorted(_ROUTERS))}, or the fields of MoEConfig",
+                         repr(family) if family else "no such key")
+    from .accounting.families import architecture
 
-    return find_preset(name).config
+    try:
+        model = architecture(config)
+    except (ValueError, TypeError) as error:
+        raise type(error)(str(error).replace("config.", f"{where}: ", 1)) from None
+    layer = next((layer for layer in model.layers if layer.num_experts), None)
+    if layer is None:
+        raise checks.bad(f"{where}: num_experts", "experts in at least one layer", "none")
+    if any(w.part == "latent" for w in layer.weights):
+        raise checks.bad(f"{where}: moe_latent_size", "0 (no projection around the experts)", "one")
+    if any(w.part == "dense" for w in layer.weights):
+        raise checks.bad(f"{where}: model_type", "a family whose sparse layers have no dense FFN beside the experts",
+                         repr(family))
+    options, activation = _ROUTERS[family]
+    routed = [w for w in layer.routed if w.kind == "matrix"]
+    shared = next((w.shape[0] for w in layer.weights if w.part == "shared" and w.kind == "matrix"), 0)
+    experts, top_k, idle = routed[0].copies, routed[0].used or 0, routed[0].idle
+    bias = any(w.kind == "bias" for w in layer.routed)
+    router = RouterConfig(num_experts=experts, top_k=top_k, num_identity_experts=idle, **options(_Keys(inner, where)))
+    return MoEConfig(
+        d_model=model.d_model, d_expert=routed[0].shape[0], num_experts=experts, top_k=top_k, d_shared=shared,
+        shared_gate=any(w.part == "shared_gate" for w in layer.weights), router=router, bias=bias, router_bias=bias,
+        selection_bias=any(w.part == "router" and w.kind != "matrix" for w in layer.weights) and not bias,
+        activation=dataclasses.replace(activation, gated=len(routed) == 3),
+        layout=Layout.INTERLEAVED if activation is SWIGLU_OAI else Layout.CONCAT)
 
 
 class _Keys:
@@ -106,18 +118,6 @@ class _Keys:
         return absent if value is None else bool(value)
 
 
-def block_config(config: Mapping[str, Any], where: str = "config") -> MoEConfig:
-    """The MoE block that a model's config describes. Raises ValueError naming the key or the family."""
-    if "model_type" not in config and "d_model" in config:
-        return _own_fields(config, where)
-    config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else config
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise checks.bad(f"{where}: model_type", f"one of {', '.join(sorted(_FAMILIES))}, or the fields of MoEConfig",
-                         repr(family) if family else "no such key")
-    return _FAMILIES[family](_Keys(config, where))
-
-
 def _own_fields(config: Mapping[str, Any], where: str) -> MoEConfig:
     known = {f.name: f for f in dataclasses.fields(MoEConfig) if f.init}
     for key in config:
@@ -138,76 +138,66 @@ def _own_fields(config: Mapping[str, Any], where: str) -> MoEConfig:
     return MoEConfig(**values)
 
 
-def _softmax(keys: _Keys, *, width: tuple[str, ...] = ("moe_intermediate_size",), renormalize: bool | None = None,
-             shared: int = 0, shared_gate: bool = False, activation: Activation = SWIGLU) -> MoEConfig:
-    """Softmax over all experts, then top-k. renormalize None: the config's norm_topk_prob, false when absent."""
-    E = keys.integer("num_experts", "num_local_experts", "n_routed_experts")
-    K = keys.integer("num_experts_per_tok")
-    renorm = keys.flag("norm_topk_prob", False) if renormalize is None else renormalize
-    return MoEConfig(d_model=keys.integer("hidden_size"), d_expert=keys.integer(*width), num_experts=E, top_k=K,
-                     d_shared=shared, shared_gate=shared_gate, activation=activation,
-                     router=RouterConfig(num_experts=E, top_k=K, renormalize=renorm))
+def _norm(k: _Keys) -> dict[str, Any]:
+    return {"renormalize": k.flag("norm_topk_prob", False)}
 
 
-def _of_selected(keys: _Keys, *, activation: Activation = SWIGLU, layout: Layout = Layout.CONCAT, bias: bool = False
-                 ) -> MoEConfig:
+def _sum(k: _Keys) -> dict[str, Any]:
+    return {"renormalize": True}
+
+
+def _selected(k: _Keys) -> dict[str, Any]:
     """Top-k of the logits, then a softmax over the k."""
-    E, K = keys.integer("num_local_experts"), keys.integer("num_experts_per_tok")
-    return MoEConfig(d_model=keys.integer("hidden_size"), d_expert=keys.integer("intermediate_size"), num_experts=E,
-                     top_k=K, activation=activation, layout=layout, bias=bias, router_bias=bias,
-                     router=RouterConfig(num_experts=E, top_k=K, order="topk_score"))
+    return {"order": "topk_score"}
 
 
-def _deepseek_v2(keys: _Keys) -> MoEConfig:
-    E, K, F = (keys.integer(n) for n in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
-    limited = keys.config.get("topk_method") == "group_limited_greedy"
-    groups = keys.integer("n_group", absent=1) if limited else 1
-    return MoEConfig(d_model=keys.integer("hidden_size"), d_expert=F, num_experts=E, top_k=K,
-                     d_shared=F * keys.integer("n_shared_experts", absent=0),
-                     router=RouterConfig(num_experts=E, top_k=K, num_groups=groups, group_reduce="max",
-                                         group_fill="zero",
-                                         topk_groups=keys.integer("topk_group", absent=1) if limited else 1,
-                                         scale=keys.number("routed_scaling_factor", 1.0)))
+def _sigmoid(k: _Keys) -> dict[str, Any]:
+    return {"score": "sigmoid", "renormalize": True, "scale": k.number("routed_scaling_factor", 1.0)}
 
 
-def _sigmoid_groups(keys: _Keys) -> MoEConfig:
+def _groups_of_best(k: _Keys) -> dict[str, Any]:
+    """DeepSeek V2: softmax, groups by their best expert."""
+    limited = k.config.get("topk_method") == "group_limited_greedy"
+    return {"num_groups": k.integer("n_group", absent=1) if limited else 1, "group_reduce": "max",
+            "group_fill": "zero", "topk_groups": k.integer("topk_group", absent=1) if limited else 1,
+            "scale": k.number("routed_scaling_factor", 1.0)}
+
+
+def _groups_of_two(k: _Keys) -> dict[str, Any]:
     """DeepSeek V3 and those that follow it: sigmoid, a selection bias, groups by the sum of their two best."""
-    E, K, F = (keys.integer(n) for n in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
-    groups = keys.integer("n_group", absent=1)
-    renorm = keys.flag("norm_topk_prob", True)
-    router = RouterConfig(num_experts=E, top_k=K, score="sigmoid", num_groups=groups,
-                          topk_groups=keys.integer("topk_group", absent=1), renormalize=renorm,
-                          renorm_eps=1e-20 if renorm else 0.0, scale=keys.number("routed_scaling_factor", 1.0))
-    return MoEConfig(d_model=keys.integer("hidden_size"), d_expert=F, num_experts=E, top_k=K, router=router,
-                     selection_bias=True, d_shared=F * keys.integer("n_shared_experts", absent=0))
+    renorm = k.flag("norm_topk_prob", True)
+    return {"score": "sigmoid", "num_groups": k.integer("n_group", absent=1), "renormalize": renorm,
+            "topk_groups": k.integer("topk_group", absent=1), "renorm_eps": 1e-20 if renorm else 0.0,
+            "scale": k.number("routed_scaling_factor", 1.0)}
 
 
-def _nemotron_h(keys: _Keys) -> MoEConfig:
-    if keys.integer("moe_latent_size", absent=0):
-        raise checks.bad(f"{keys.where}: moe_latent_size", "0 (no projection around the experts)",
-                         keys.integer("moe_latent_size"))
-    block = _sigmoid_groups(keys)
-    return dataclasses.replace(block, d_shared=keys.integer("moe_shared_expert_intermediate_size", absent=0),
-                               activation=Activation(kind="relu2", gated=False))
+def _softmax(k: _Keys) -> dict[str, Any]:
+    return {"scale": k.number("routed_scaling_factor", 1.0)}
 
 
-def _shared_qwen2(keys: _Keys) -> int:
-    return keys.integer("shared_expert_intermediate_size", absent=0)
+def _clamped(k: _Keys) -> dict[str, Any]:
+    return {"renormalize": True, "renorm_eps": k.number("moe_norm_min", 1e-12), "renorm_eps_mode": "clamp"}
 
 
-_FAMILIES: dict[str, Callable[[_Keys], MoEConfig]] = {
-    "mixtral": lambda k: _softmax(k, width=("intermediate_size",), renormalize=True),
-    "minimax": lambda k: _softmax(k, width=("intermediate_size",), renormalize=True),
-    "olmoe": lambda k: _softmax(k, width=("intermediate_size",)),
-    "qwen2_moe": lambda k: _softmax(k, shared=_shared_qwen2(k), shared_gate=_shared_qwen2(k) > 0),
-    "qwen3_moe": lambda k: _softmax(k),
-    "qwen3_next": lambda k: _softmax(k, shared=_shared_qwen2(k), shared_gate=_shared_qwen2(k) > 0),
-    "granitemoe": _of_selected,
-    "gpt_oss": lambda k: _of_selected(k, activation=SWIGLU_OAI, layout=Layout.INTERLEAVED, bias=True),
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _sigmoid_groups,
-    "deepseek_v32": _sigmoid_groups,
-    "kimi_k2": _sigmoid_groups,
-    "glm4_moe": _sigmoid_groups,
-    "nemotron_h": _nemotron_h,
+def _table(options: Callable[[_Keys], dict[str, Any]], *families: str, activation: Activation = SWIGLU) -> dict:
+    return dict.fromkeys(families, (options, activation))
+
+
+_ROUTERS: dict[str, tuple[Callable[[_Keys], dict[str, Any]], Activation]] = {
+    **_table(_sum, "mixtral", "minimax", "minimax_text_01", "hunyuan_v1_moe", "qwen3_5_moe", "qwen3_5_moe_text",
+             "qwen3_vl_moe", "qwen3_vl_moe_text", "dbrx"),
+    **_table(_norm, "olmoe", "flex_olmo", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek", "bailing_moe"),
+    **_table(_selected, "granitemoe", "granitemoeshared", "granitemoehybrid", "aria_text"),
+    **_table(_selected, "gpt_oss", activation=SWIGLU_OAI),
+    **_table(_groups_of_best, "deepseek_v2"),
+    **_table(_groups_of_two, "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe", "glm4v_moe_text",
+             "glm4_moe_lite", "glm_moe_dsa", "dots1", "solar_open", "exaone_moe", "mimo_v2_flash", "bailing_moe_v2",
+             "kimi_linear", "axk1"),
+    **_table(_groups_of_two, "nemotron_h", activation=Activation(kind="relu2", gated=False)),
+    **_table(_sigmoid, "minimax_m2", "afmoe", "hy_v3"),
+    **_table(_softmax, "jamba", "longcat_flash"),
+    **_table(_clamped, "ernie4_5_moe"),
+    **_table(lambda k: {"score": "sparsemixer", "jitter_eps": k.number("router_jitter_noise", 0.01)}, "phimoe"),
+    **_table(lambda k: {"order": "topk_score", "score": "sigmoid", "apply_to": "input"}, "llama4", "llama4_text"),
+    **_table(lambda k: {"score": "sigmoid", "renormalize": k.flag("norm_topk_prob", True)}, "lfm2_moe"),
 }

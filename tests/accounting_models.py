@@ -14,7 +14,7 @@ from transformers import (
 
 from moeffn.accounting.families_encoders import ENCODERS
 
-ORDER = (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+ORDER = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
 
 def build(config):

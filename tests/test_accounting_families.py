@@ -22,7 +22,7 @@ TOP_K = {"switch_transformers": 1, "nllb-moe": 2}  # their modules do not say it
 ELSEWHERE = {
     "dbrx", "deepseek_v2", "dots1", "ernie4_5_vl_moe_text", "gemma3n", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe",
     "longcat_flash", "ministral", "nemotron", "qwen2_5_omni", "qwen3_omni_moe", "qwen4_exp", "qwen4_exp_text",
-    "step3p5", "aya_vision",
+    "step3p5", "aya_vision", "gemma4_assistant", "voxtral_realtime_text",
 }
 KNOWN = sorted(name for name in CONFIG_MAPPING_NAMES if name in FAMILIES and name not in ELSEWHERE)
 # One of each kind of table, and wrappers, in every run.
@@ -41,12 +41,14 @@ def test_default_config_equals_live_model(name):
         model, config = whole(name, {})
     except LookupError:
         pytest.skip("built only inside another model")
-    counted, live = (count(source, convention="vision=no", top_k=TOP_K.get(name)) for source in (config, model))
+    # A module does not tell that an expert of ZAYA computes nothing.
+    words = "vision=no,idle=max" if name == "zaya" else "vision=no"
+    counted, live = (count(source, convention=words, top_k=TOP_K.get(name)) for source in (config, model))
     head = counted.part("head").total if live.part("head").total == 0 else 0
     assert (counted.total - head, counted.active - head) == (live.total, live.active)
     assert count(model, top_k=TOP_K.get(name)).total == sum(p.numel() for p in model.parameters())
     towers = {key for key in ("vision_config", "audio_config") if config.get(key)}
-    assert towers <= set(counted.excluded) or count(config).part("vision").total == count(model).part("vision").total
+    assert towers <= set(counted.excluded) or count(config).total - head == count(model).total
 
 
 @pytest.mark.parametrize("name", WITHOUT)

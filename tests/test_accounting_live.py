@@ -65,7 +65,7 @@ BRANCHES = [
     ("zamba2", {"num_mem_blocks": 2, "use_shared_attention_adapter": True, "add_bias_linear": True}),
     ("opt", {"word_embed_proj_dim": 512, "do_layer_norm_before": False}),
     ("longt5", {"encoder_attention_type": "transient-global", "num_layers": 2, "feed_forward_proj": "gated-gelu"}),
-    ("albert", {"num_hidden_groups": 2, "inner_group_num": 2}), ("xmod", {"languages": ["en_XX", "de_DE"]}),
+    ("albert", {"num_hidden_groups": 2, "inner_group_num": 2}),
     ("persimmon", {"qk_layernorm": False}), ("xlstm", {"use_bias": True, "num_hidden_layers": 2, "num_blocks": 2}),
     ("idefics", {"cross_layer_interval": 2, "additional_vocab_size": 8}),
     ("deberta-v2", {"position_biased_input": False}), ("prophetnet", {"num_encoder_layers": 1, "ngram": 3}),

@@ -183,8 +183,8 @@ def _sounds_and_shapes(k: Keys, d: int, _: int) -> list[Weight]:
 
 def _seen(k: Keys, d: int, _: int) -> list[Weight]:
     """VisualBERT: positions and types of image regions, and their projection."""
-    found = _table("embedding", k.integer("max_position_embeddings"), d)
-    found += _table("embedding", k.integer("type_vocab_size"), d)
+    found = _table("vision", k.integer("max_position_embeddings"), d)
+    found += _table("vision", k.integer("type_vocab_size"), d)
     return found + matrix("vision", d, k.integer("visual_embedding_dim"), True)
 
 

@@ -15,14 +15,15 @@ WRAPPERS = (
     "apertus1p5", "aria", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cosmos3_edge", "cosmos3_omni",
     "deepseek_vl", "deepseek_vl_hybrid", "deepseek_vl_v2", "emu3", "exaone4_5", "florence2", "fun_asr_nano", "fuyu",
     "glm46v", "glm4v", "glm4v_moe", "glm_image", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite_docling",
-    "granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3", "interns1", "interns1_pro", "instructblip",
-    "instructblipvideo", "internvl", "internvl_chat", "janus", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr",
-    "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
-    "mistral3", "mllama", "modernvbert", "molmo2", "moss_transcribe_diarize", "muse_glimmer", "muse_spark",
-    "musicflamingo", "nemo_speechlm", "nemotron_h_omni", "omniasr", "ovis2", "paddleocr_vl", "paligemma",
-    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr",
-    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "ultravbert", "unlimited_ocr", "vibevoice",
-    "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral", "voxtral_realtime",
+    "granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "idefics3", "instructblip",
+    "instructblipvideo", "interns1", "interns1_pro", "internvl", "internvl_chat", "janus", "kimi_vl", "lfm2_vl",
+    "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
+    "minicpmv4_6", "minicpmv4_7", "mistral3", "mllama", "modernvbert", "molmo2", "moss_transcribe_diarize",
+    "muse_glimmer", "muse_spark", "musicflamingo", "nemo_speechlm", "nemotron_h_omni", "omniasr", "ovis2",
+    "paddleocr_vl", "paligemma", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio",
+    "qwen2_vl", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "ultravbert",
+    "unlimited_ocr", "vibevoice", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
+    "voxtral_realtime",
 )
 
 

@@ -181,5 +181,5 @@ def xlstm(k: Keys) -> Architecture:
     found += matrix("attention", heads, d, True) * 2 + norm(v, bias) + matrix("attention", d, v, bias)
     mixed = found, Mixer(state=qk * v // heads)
     layer = block("dense", mixed, dense(d, hidden, bias=bias), norm(d, bias, 2))
-    return decoder(k, "xlstm", d, [layer] * n, tied=False, norm_bias=bias,
+    return decoder(k, "xlstm", d, [layer] * n, tied=False,
                    final_norm=k.flag("add_out_norm", absent=True))

@@ -48,7 +48,7 @@ def t5(k: Keys) -> Architecture:
         others = len(places) - 1
         extra += [Weight("attention", (buckets, heads), "filter")] * (2 * others)
         pixels = k.integer("num_channels") * k.integer("patch_size") ** 2
-        extra += matrix("vision", d, pixels, True) * 2
+        extra += matrix("other", d, pixels, True) * 2
     elif name == "pop2piano":
         extra.append(Weight("embedding", (k.integer("composer_vocab_size"), d), "table"))
         extra += matrix("head", k.integer("vocab_size"), d)

@@ -19,9 +19,11 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 # In this order: the first that matches the dotted name decides.
 RULES = (
     ("vision", r"vision|visual|multi_modal_projector|audio_tower|image_encoder|codec_model|embed_tokens_extend"),
-    ("head", r"(^|\.)(lm_head|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$"),
+    ("head", r"(^|\.)(lm_head|lm_loss|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$"),
     ("shared_gate", r"shared_expert_gate"),
     ("norm", r"norm|(^|\.)ln_?\w*\."),
+    ("attention", r"relative_pos_embeddings"),
+    ("other", r"embedding_hidden_mapping|embeddings_project"),
     ("embedding", r"(?<!un)embed|(^|\.)(wte|wpe|shared)\.weight$"),
     ("shared", r"(^|\.)shared(_(expert|mlp)\w*)?\."),
     ("router", r"(^|\.)(router(_gate)?|wg)\.|(^|\.)gate\.|expert_bias|e_score_corr"),
@@ -44,12 +46,12 @@ def _is_tower(name: str, language: str) -> bool:
 
 
 def _part(name: str, routed: bool) -> str:
-    for part, pattern in RULES[:4]:
+    for part, pattern in RULES[:6]:
         if re.search(pattern, name, re.IGNORECASE):
             return part
     if routed:
         return "routed"
-    return next((part for part, pattern in RULES[4:] if re.search(pattern, name, re.IGNORECASE)), "other")
+    return next((part for part, pattern in RULES[6:] if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def _ancestors(name: str, modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -52,6 +52,12 @@ def find_preset(name: str) -> Preset:
     for way in (name, name.rsplit("/", 1)[-1]):
         if _plain(way) in wanted:
             return presets()[wanted[_plain(way)]]
-    near = difflib.get_close_matches(_plain(name), wanted, 4, 0.5)
-    hint = f"; close presets: {', '.join(wanted[n] for n in near)}" if near else ""
+    near = close_presets(name)
+    hint = f"; close presets: {', '.join(near)}" if near else ""
     raise ValueError(f"source: {name!r} is neither a file nor a preset{hint} (`moeffn params list` shows all)")
+
+
+def close_presets(name: str) -> list[str]:
+    """Up to four presets that are named much like `name`."""
+    wanted = _names()
+    return list(dict.fromkeys(wanted[n] for n in difflib.get_close_matches(_plain(name), wanted, 4, 0.5)))
