@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from moeffn.accounting import Workload, plan_cluster
+from moeffn.accounting import Workload, clusters, plan_cluster, presets
+from moeffn.accounting.presets import close_presets
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,28 @@ def test_params_command(invoke, tmp_path):
     result = invoke("params", str(tmp_path / "bytes.json"))
     assert (result.exit_code, "bytes.json: not JSON" in result.output) == (2, True)
     assert invoke("params", "LongCat-Flash").exit_code == 0
+
+
+@pytest.mark.parametrize(("name", "rows"), [
+    ("gpt-oss-20b", ["0-23 (24x)"]),  # windows in turn, equal in weights
+    ("DeepSeek-V3", ["0-2 (3x)", "3-60 (58x)"]),
+    ("Qwen3-Next-80B-A3B", ["0-2, 4-6, 8-10, … (36x)", "3, 7, 11, … (12x)"]),
+])
+def test_params_groups_equal_layers(invoke, name, rows):
+    output = invoke("params", name).output
+    assert all(row in output for row in rows), output
+    assert sum("x)" in line for line in output.splitlines()) == len(rows)
+
+
+def test_plan_explains_its_clusters(invoke):
+    output = invoke("plan", "list").output
+    assert all(name in output for name in clusters())
+    assert "domain: GPUs joined by fast links" in output
+
+
+def test_names_of_presets_hold_no_notes():
+    assert not [name for name in presets() if set(name) & set("()=/ ,")]
+    assert close_presets("Mixtral-8x7") == ["Mixtral-8x7B-v0.1", "Mixtral-8x22B-v0.1", "Mistral-7B-v0.1"]
 
 
 def test_plan_command(invoke, tmp_path):

@@ -53,7 +53,7 @@ def test_bits_a_weight(fmt, bits):
 def test_incomplete_blocks_have_a_scale_each():
     config = {**find_preset("DeepSeek-V3").config, "num_hidden_layers": 1, "first_k_dense_replace": 1}
     assert stored(config, "fp8").scales == (12 * 56 + 192 * 12 + 5 * 56 + 256 * 4 + 56 * 128) + 3 * 56 * 144
-    with pytest.raises(ValueError, match="fmt: expected a Format or one of fp32"):
+    with pytest.raises(ValueError, match="format: expected a Format or one of fp32"):
         stored(config, "fp3")
 
 

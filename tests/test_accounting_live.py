@@ -75,7 +75,7 @@ FAMILIES = MIXTURES + BRANCHES
 # Building a model takes its time by layers: eight hold a period of every pattern. These need the number they have.
 AS_DEEP = ("deepseek_v4", "gemma3n_text", "gemma4_text", "inkling_text", "inkling2_loop_text", "laguna", "lfm2",
            "lfm2_moe", "minimax_m3_vl_text", "mistral_large4_text", "nemotron_h", "nllb-moe", "switch_transformers",
-           "t5", "bart", "zamba2", "distilbert", "gpt2")
+           "t5", "zamba2", "prophetnet")
 LIVE_TOP_K = {"switch_transformers": 1, "nllb-moe": 2}  # their modules do not say it
 
 

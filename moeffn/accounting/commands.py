@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .cluster import ClusterPlan, plan_cluster
-from .counting import VENDORS, Count, count
+from .counting import VENDORS, Count, LayerCount, count
 from .presets import presets
 from .storage import FORMATS, stored
 from .traffic import expert_counts
@@ -86,10 +86,11 @@ def _show(found: Count, convention: str, nbytes: int, fmt: str) -> None:
         table.add_row(label, f"{value:,}")
     console.print(table)
     table = _table("layers", "kind", "experts", "top-k", "total each", "active each")
+    alike: dict[tuple, list[LayerCount]] = {}
     for layer in found.layers:
-        last = layer.index + layer.count - 1
-        table.add_row(f"{layer.index}-{last}" if layer.count > 1 else str(layer.index), layer.kind,
-                      str(layer.num_experts or "-"), str(layer.top_k or "-"), f"{layer.total:,}", f"{layer.active:,}")
+        alike.setdefault((layer.kind, layer.num_experts, layer.top_k, layer.total, layer.active), []).append(layer)
+    for (kind, experts, top_k, total, active), runs in alike.items():
+        table.add_row(_places(runs), kind, str(experts or "-"), str(top_k or "-"), f"{total:,}", f"{active:,}")
     console.print(table)
     console.print(f"{fmt}: {nbytes / 1e9:.2f} GB ({nbytes / 2**30:.2f} GiB)")
     if found.mtp_total:
@@ -102,10 +103,19 @@ def _show(found: Count, convention: str, nbytes: int, fmt: str) -> None:
         console.print("not counted: " + ", ".join(found.excluded))
 
 
+def _places(runs: list[LayerCount]) -> str:
+    """Where equal layers are, and how many: "3-60 (58x)", "0-2, 4-6, 8-10, … (36x)"."""
+    spans = [f"{run.index}-{run.index + run.count - 1}" if run.count > 1 else str(run.index) for run in runs]
+    count = sum(run.count for run in runs)
+    places = ", ".join(spans[:3]) + (", …" if len(spans) > 3 else "")
+    return f"{places} ({count}x)" if count > 1 else places
+
+
 def plan(
-    source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name")],
-    cluster: Annotated[str, typer.Option(help=f"one of {', '.join(clusters())}")] = "H800",
-    ranks: Annotated[str, typer.Option(help="expert-parallel sizes")] = "1,2,4,8,16,32,64,128,256",
+    source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name; `list` shows clusters")],
+    cluster: Annotated[str, typer.Option(
+        help=f"GPUs, links and measured exchanges: {', '.join(clusters())}; `moeffn plan list` explains")] = "H800",
+    ranks: Annotated[str, typer.Option(help="expert-parallel sizes, in GPUs")] = "1,2,4,8,16,32,64,128,256",
     tokens: Annotated[str, typer.Option(help="tokens (decode: sequences) a rank")] = "32,128",
     context: Annotated[int, typer.Option(help="past tokens of each sequence")] = 4096,
     prefill: Annotated[bool, typer.Option(help="prompts instead of decoding")] = False,
@@ -118,6 +128,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
 ) -> None:
     """Tokens/s a GPU, memory and step time against the number of expert-parallel ranks."""
+    if source == "list":
+        _show_clusters()
+        return
     try:
         size = {"fp8": 1.0, "bf16": 2.0}.get(dtype)
         if size is None:
@@ -139,6 +152,19 @@ def plan(
         typer.echo(json.dumps(_plan_data(found), indent=1))
         return
     _show_plan(found)
+
+
+def _show_clusters() -> None:
+    console, table = Console(), Table(box=SIMPLE_HEAD)
+    for name in ("cluster", "GPU", "domain", "GB/s inside", "GB/s NIC", "direct exchange"):
+        table.add_column(name, justify="left" if name in ("cluster", "GPU", "direct exchange") else "right")
+    for c in clusters().values():
+        table.add_row(c.name, c.device, str(c.domain), f"{c.domain_gbs:g}", f"{c.nic_gbs:g}", c.low_latency or "-")
+    console.print(table)
+    console.print("domain: GPUs joined by fast links (a node, a rack); GB/s: a GPU and direction;\n"
+                  "direct exchange: the published low-latency table that its times are fitted to")
+    for c in clusters().values():
+        console.print(f"{c.name}: {c.source}")
 
 
 def _loads(source: str, path: Path) -> list[float]:
@@ -209,14 +235,14 @@ def plot(found: ClusterPlan, path: Path) -> None:
     for tokens in _batches(found):
         line = [p for p in found.points if p.tokens_per_rank == tokens]
         drawn = axes.plot([p.ranks for p in line], [p.tokens_per_s_per_gpu for p in line],
-                          label=f"{tokens} tokens a rank")[0]
+                          label=f"{tokens} tokens per GPU")[0]
         for p in line:
             axes.plot(p.ranks, p.tokens_per_s_per_gpu, "o", color=drawn.get_color(),
                       markerfacecolor=drawn.get_color() if p.fits else "none")
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("expert-parallel ranks (hollow: does not fit in memory)")
-    axes.set_ylabel("tokens/s a GPU, modelled")
+    axes.set_xlabel("Expert-parallel size (GPUs); hollow: does not fit in memory")
+    axes.set_ylabel("Tokens/s per GPU (model, not measured)")
     axes.set_title(f"{found.model} on {found.cluster}")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,11 @@ def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ..
     index = 0
     for layer, times in model.runs():
         total, active = _sum(layer.weights, convention, False)
-        found.append(LayerCount(index, layer.kind, times, total, _whole(active), layer.num_experts, layer.top_k))
+        new = LayerCount(index, layer.kind, times, total, _whole(active), layer.num_experts, layer.top_k)
+        if found and replace(new, index=0, count=1) == replace(found[-1], index=0, count=1):
+            found[-1] = replace(found[-1], count=found[-1].count + times)  # another window alone
+        else:
+            found.append(new)
         index += times
     return tuple(found)
 
@@ -253,7 +257,7 @@ def choose(convention: str | Convention) -> Convention:
     for pair in convention.split(","):
         key, equals, value = pair.partition("=")
         if not equals or key not in known or (isinstance(known[key], bool) and value not in ("yes", "no")):
-            raise ValueError(f"convention: expected a Convention, one of {', '.join(VENDORS)}, or pairs of "
+            raise ValueError(f"convention: expected one of {', '.join(VENDORS)}, or pairs of "
                              f"{', '.join(known)} (the last four yes or no) as in active=none, got {convention!r}")
         values[key] = value == "yes" if isinstance(known[key], bool) else value
     return Convention(**values)

@@ -23,8 +23,10 @@ def gemma3(k: Keys) -> Architecture:
     patches = (v.integer("image_size") // v.integer("patch_size")) ** 2
     pixels = v.integer("num_channels", absent=3) * v.integer("patch_size") ** 2
     attention = 4 * (d * d + d)
-    ffn = depth * (2 * d * v.integer("intermediate_size") + v.integer("intermediate_size") + d)
+    pools = v.flag("vision_use_head", absent=False)  # one more attention, from a learned query, and its FFN
+    ffn = (depth + pools) * (2 * d * v.integer("intermediate_size") + v.integer("intermediate_size") + d)
     elements = depth * (attention + 4 * d) + pixels * d + d + patches * d + 2 * d
+    elements += pools * (attention + 3 * d)
     elements += d * text.d_model + d  # projector: one matrix and its norm
     return _with_vision(text, "gemma3", elements, ffn, k)
 

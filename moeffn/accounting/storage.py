@@ -96,7 +96,7 @@ def stored(source: Any, fmt: str | Format = "bf16", *, mtp: bool = False) -> Sto
     """
     if isinstance(fmt, str):
         if fmt not in FORMATS:
-            raise ValueError(f"fmt: expected a Format or one of {', '.join(FORMATS)}, got {fmt!r}")
+            raise ValueError(f"format: expected a Format or one of {', '.join(FORMATS)}, got {fmt!r}")
         fmt = FORMATS[fmt]
     _, model = load(source)
     parameters, quantised, scales, buffers, size = _tally(model.weights(mtp), fmt)

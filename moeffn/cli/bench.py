@@ -23,8 +23,8 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def bench(
         preset: str = typer.Argument(metavar="PRESET", help=(
-            "A preset (mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, deepseek-v3, gpt-oss-20b, glm-4.5-air, …) or the path "
-            "of a config.json or its folder.")),
+            "A preset (Qwen3-30B-A3B, DeepSeek-V3, gpt-oss-20b, …; `moeffn params list` shows all) or the path of a "
+            "config.json or its folder.")),
         tokens: str = typer.Option("1,64,1024", help="Token counts T, separated by commas."),
         backend: str = typer.Option("auto", help="auto, native, torch, triton or reference."),
         train: bool = typer.Option(False, "--train", help="Measure forward + backward too."),
@@ -44,8 +44,12 @@ def register(app: typer.Typer) -> None:
         computed, then its choice is replaced by that of --routing, because random weights route in no realistic way.
         """
         from ..presets import load_block
+        from . import UserError
 
-        label, config = load_block(preset)
+        try:
+            label, config = load_block(preset)
+        except (ValueError, TypeError) as error:
+            raise UserError(str(error)) from None
         if ep:
             from ..distributed.commands import bench as bench_ep
 
