@@ -133,3 +133,17 @@ def test_every_cluster_has_a_source_and_a_device():
     for cluster in clusters().values():
         assert isinstance(cluster, Cluster) and cluster.source
         plan_cluster("Qwen3-30B-A3B", cluster, ranks=(2, cluster.domain * 2), tokens_per_rank=(8,))
+
+
+@pytest.mark.parametrize(("cluster", "ranks", "tokens", "context", "prefill", "published"), [
+    ("H100", 72, 256, 2000, False, 22300 / 8),  # SGLang on 12 nodes, tokens/s a node of 8
+    ("H100", 32, 8192, 0, True, 52300 / 8),
+    ("H800", 144, 128, 4989, False, 14800 / 8),  # DeepSeek's own service
+    ("H200", 16, 256, 2000, False, 2200),  # vLLM with wide expert parallelism
+])
+def test_published_deployments_are_below_the_bounds(cluster, ranks, tokens, context, prefill, published):
+    """DeepSeek-V3 served, both batches overlapped: the plan is a bound, which real services reach a part of."""
+    work = Workload(context=context, prefill=prefill, overlap="two_batches")
+    point = plan_cluster("DeepSeek-V3", cluster, ranks=(ranks,), tokens_per_rank=(tokens,), workload=work).points[0]
+    assert point.fits
+    assert 0.2 < published / point.tokens_per_s_per_gpu < 0.7

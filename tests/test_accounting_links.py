@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeffn.accounting import distinct_groups, expert_counts, imbalance, traffic
+from moeffn.accounting import clusters, distinct_groups, expert_counts, imbalance, traffic
 from moeffn.accounting.links import Direct, curve_factor, direct_bytes, fit_direct, fitted, hierarchical_us, measured
 from moeffn.accounting.traffic import (
     distinct_in_trace,
@@ -63,6 +63,41 @@ def test_wire_bandwidth_of_published_tables():
     """Figures that count the local node, corrected by (N - 1)/N: a 400 Gb/s NIC sustains about 45 GB/s."""
     assert [wire_gbs(gbs, nodes) for gbs, nodes in ((43, 2), (58, 4), (51, 8))] == [21.5, 43.5, 44.625]
     assert [wire_gbs(gbs, nodes) for gbs, nodes in ((90, 2), (81, 2), (61, 4))] == [45, 40.5, 45.75]
+
+
+# Published throughput of exchanges that send a row once to each node: cluster, ranks, tokens, groups a token may go to,
+# format, GB/s. DeepEP's first tables (H800, top-4 groups), its second (H100, 8192 tokens), UCCL-EP (MI300X, EFA).
+HIERARCHICAL = [
+    ("H800", 32, 4096, 4, "fp8", 58), ("H800", 64, 4096, 4, "fp8", 51), ("H800", 32, 4096, 4, "bf16", 57),
+    ("H800", 64, 4096, 4, "bf16", 50), ("H100", 16, 8192, 0, "fp8", 90), ("H100", 32, 8192, 0, "fp8", 61),
+    ("H100", 32, 8192, 0, "bf16", 61), ("MI300X", 32, 4096, 0, "fp8", 60), ("MI300X", 64, 4096, 0, "fp8", 52),
+]
+# Bound by more than a NIC (the kernel's copies between two nodes, EFA): the model is a bound above them.
+SLOWER = [
+    ("H800", 16, 4096, 4, "fp8", 43), ("H100", 16, 8192, 0, "bf16", 81), ("MI300X", 16, 4096, 0, "fp8", 74),
+    ("p5en", 16, 4096, 0, "fp8", 50), ("p5en", 32, 4096, 0, "fp8", 54),
+]
+
+
+def hierarchical_gbs(cluster, ranks, tokens, limit, dtype):
+    """Rows to distinct nodes over the model's time, as the tables count."""
+    c, row = clusters()[cluster], row_bytes(7168, dtype)
+    nodes = ranks // c.domain
+    limit = min(limit or nodes, nodes)
+    sent = traffic(256, 8, ranks, c.domain, node_limit=limit)
+    us = hierarchical_us(tokens * sent.nic_per_node * row, tokens * sent.forward * row,
+                         nic_gbs=c.nic_gbs * c.nic_efficiency, domain_gbs=c.domain_gbs, latency_us=0)
+    return distinct_when_limited(256, 8, nodes, limit) * row * tokens / us / 1000
+
+
+@pytest.mark.parametrize(("cluster", "ranks", "tokens", "limit", "dtype", "published"), HIERARCHICAL)
+def test_hierarchical_model_against_published_tables(cluster, ranks, tokens, limit, dtype, published):
+    assert hierarchical_gbs(cluster, ranks, tokens, limit, dtype) == pytest.approx(published, rel=0.055)
+
+
+@pytest.mark.parametrize(("cluster", "ranks", "tokens", "limit", "dtype", "published"), SLOWER)
+def test_hierarchical_model_is_a_bound_elsewhere(cluster, ranks, tokens, limit, dtype, published):
+    assert published < hierarchical_gbs(cluster, ranks, tokens, limit, dtype) < 2 * published
 
 
 def test_distinct_ranks_and_nodes():

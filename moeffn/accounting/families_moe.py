@@ -41,6 +41,8 @@ def every_layer(k: Keys) -> Architecture:
     if name in ("granitemoeshared", "granitemoe_swa"):
         shared = k.integer("shared_intermediate_size", absent=0, minimum=0)
     norm_bias = name in ("phimoe", "grinmoe")
+    if name == "minimax_m2" and k.data.get("num_mtp_modules"):  # which its published files leave out too
+        k.excluded.append("num_mtp_modules")
     ffn = moe(d, expert, experts, k.integer("num_experts_per_tok", "moe_num_active_primary_experts"), shared=shared,
               selection="buffer" if name == "minimax_m2" else "")
     layers = [
@@ -233,7 +235,7 @@ def grouped(k: Keys) -> Architecture:
         layers.append(block("sparse" if sparse[i] else "dense", mixed, ffn if sparse[i] else plain,
                             norm(d, copies=norms)))
     mtp: tuple[Layer, ...] = ()
-    if name.startswith(("glm4", "sarvam", "bailing_moe_v2", "hy_v3")) and sparse[-1]:
+    if name.startswith(("glm4", "sarvam", "bailing_moe", "hy_v3")) and sparse[-1]:
         mtp = (predictor(d, layers[-1]),) * predictions(k)
     elif name in ("mimo_v2_flash", "exaone_moe") and k.data.get("num_nextn_predict_layers"):
         mixed = _mimo(k, d, True, bias, None) if slides else gqa(d, heads, kv, width, qk_norm=qk_norm)
@@ -242,7 +244,7 @@ def grouped(k: Keys) -> Architecture:
     elif k.data.get("num_nextn_predict_layers"):
         k.excluded.append("num_nextn_predict_layers")
     return decoder(k, name, d, layers, tied=False, mtp=mtp,
-                   mtp_copies=2 * name.startswith(("glm4", "sarvam", "bailing_moe_v2")))
+                   mtp_copies=2 * name.startswith(("glm4", "sarvam", "bailing_moe")))
 
 
 def _slides(k: Keys, layers: int) -> list[bool]:
