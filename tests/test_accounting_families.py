@@ -5,13 +5,16 @@ import os
 
 import pytest
 
-from moeffn.accounting import count
+from moeffn.accounting import count, find_preset
 from moeffn.accounting.families import FAMILIES
+from moeffn.accounting.towers import TOWERS
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
+import torch
 from accounting_models import whole
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 count("GPT-2")  # the tables register themselves at the first count
@@ -49,6 +52,32 @@ def test_default_config_equals_live_model(name):
     assert count(model, top_k=TOP_K.get(name)).total == sum(p.numel() for p in model.parameters())
     towers = {key for key in ("vision_config", "audio_config") if config.get(key)}
     assert towers <= set(counted.excluded) or count(config).total - head == count(model).total
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in TOWERS}) if ALL else ["qwen3_vl_moe", "internvl"])
+def test_towers_equal_those_of_the_live_model(name):
+    """Under the scope `multimodal` a wrapper's config counts what the whole model holds."""
+    config = AutoConfig.for_model(name)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    found = count(config.to_dict(), convention="scope=multimodal")
+    assert found.total == sum(p.numel() for p in model.parameters())
+    assert found.excluded == ()
+
+
+def test_llama_4_scout_with_its_tower():
+    """108.64B, as its files hold, of which the language model is 107.77B."""
+    tower = {"hidden_size": 1408, "num_hidden_layers": 34, "num_attention_heads": 16, "intermediate_size": 5632,
+             "image_size": 336, "patch_size": 14, "num_channels": 3, "vision_output_dim": 4096,
+             "projector_input_dim": 4096, "projector_output_dim": 4096}
+    config = {**find_preset("Llama-4-Scout").config, "vision_config": tower}
+    assert count(config).total == 107_769_861_120
+    assert count(config, convention="scope=multimodal").total == 108_641_793_536
+
+
+def test_towers_without_a_table_are_refused_under_that_scope():
+    with pytest.raises(ValueError, match=r"convention\.scope: no weight table for vision_config of this config"):
+        count({**find_preset("Qwen3.5-35B-A3B").config, "model_type": "aria"}, convention="scope=multimodal")
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -17,7 +17,7 @@ from .families import architecture
 from .presets import find_preset
 from .weights import FFN_PARTS, PARTS, Architecture, Weight
 
-SCOPES = ("ffn", "layers", "model", "model+mtp", "checkpoint")
+SCOPES = ("ffn", "layers", "model", "model+mtp", "checkpoint", "multimodal")
 EMBEDDINGS = ("all", "head", "none")
 IDLE = ("min", "mean", "max")
 
@@ -26,8 +26,10 @@ IDLE = ("min", "mean", "max")
 class Convention:
     """What counts.
 
-    scope: ffn (FFNs alone), layers (no embedding, head or final norm), model, model+mtp (with multi-token-prediction
-    layers), checkpoint (also buffers, and embedding and head once more for each prediction layer that stores them).
+    scope: ffn (FFNs alone), layers (no embedding, head or final norm), model (of a config the language model, where a
+    vendor's figure does not hold its towers), model+mtp (with multi-token-prediction layers), multimodal (with the
+    towers that a config names), checkpoint (also buffers, and embedding and head once more for each prediction layer
+    that stores them).
     total, active: which embeddings count in the total and in the active figure: all; head (the head's matrix but not
     the input table: what a forward pass multiplies by; a tied matrix stays, because it is the head); none.
     idle: how many of the top-k places go to experts that compute nothing (LongCat): min, mean or max active weights.
@@ -212,6 +214,11 @@ def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ..
 
 def _chosen(model: Architecture, convention: Convention, with_mtp: bool) -> Iterator[tuple[Weight, int]]:
     """The weights of the convention's scope, with how many times each is there."""
+    if convention.scope == "multimodal" and model.excluded:
+        towers = model.towers()
+        if towers is None:
+            raise ValueError(f"convention.scope: no weight table for {', '.join(model.excluded)} of this config")
+        yield from ((w, 1) for w in towers)
     if convention.scope != "layers":
         yield from ((w, 1) for w in model.outer if convention.scope != "ffn" or w.part in FFN_PARTS)
     for layer, times in (*model.runs(), *((layer, 1) for layer in model.mtp if with_mtp)):
@@ -242,7 +249,8 @@ def count_architecture(model: Architecture, convention: Convention, name: str = 
         name or model.family, model.family, convention, total - off[convention.total][0],
         actives[convention.active], actives["all"], actives["head"], actives["none"],
         tuple(PartCount(part, t, _whole(actives_of[part])) for part, t in totals.items() if t),
-        _layers(model, convention), buffers, mtp_total, _whole(mtp_active), model.assumed, model.excluded,
+        _layers(model, convention), buffers, mtp_total, _whole(mtp_active), model.assumed,
+        () if convention.scope == "multimodal" else model.excluded,
     )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .reader import REQUIRED, Keys
+from .towers import towers
 from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
 Builder = Callable[[Keys], Architecture]
@@ -67,7 +69,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
             f"config.model_type: no weight table for {name!r}{hint}; "
             "moeffn.accounting.count(module) counts any live module, also one on the meta device"
         )
-    return FAMILIES[name](keys)
+    model = FAMILIES[name](keys)
+    if not model.excluded:
+        return model
+    return replace(model, towers=lambda: towers(Keys(config), model.d_model))
 
 
 def width_and_depth(k: Keys) -> tuple[int, int]:

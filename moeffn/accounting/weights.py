@@ -8,8 +8,8 @@ Letters: D model width, F expert width, E experts, K experts a token uses, H que
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
@@ -119,7 +119,8 @@ class Architecture:
 
     tied: the head is the embedding matrix. duplicates: elements that a checkpoint stores a second time (an MTP
     layer's own copy of embedding and head). assumed: keys that the config leaves out and whose absence has a plain
-    meaning in this family, with that meaning. excluded: what the config names and this table leaves out.
+    meaning in this family, with that meaning. excluded: what the config names and this table leaves out. towers: the
+    weights of what is excluded, where there is a table (read when asked for).
     """
 
     family: str
@@ -132,6 +133,7 @@ class Architecture:
     duplicates: int = 0
     assumed: tuple[tuple[str, object], ...] = ()
     excluded: tuple[str, ...] = ()
+    towers: Callable[[], tuple[Weight, ...] | None] = field(default=lambda: None, compare=False)
 
     def runs(self) -> list[tuple[Layer, int]]:
         """Layers with how many of them follow each other."""
