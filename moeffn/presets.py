@@ -53,7 +53,7 @@ def block_config(config: Mapping[str, Any], where: str = "config") -> MoEConfig:
     """The MoE block that a model's config describes. Raises ValueError naming the key or the family."""
     if "model_type" not in config and "d_model" in config:
         return _own_fields(config, where)
-    text = next((config[key] for key in ("text_config", "llm_config", "language_config")
+    text: Mapping[str, Any] = next((config[key] for key in ("text_config", "llm_config", "language_config")
                  if isinstance(config.get(key), Mapping)), {})
     inner = {**config, **text}
     family = inner.get("model_type")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .families import block, decoder, family, first_dense, predictions, predictor, width_and_depth
 from .ffns import dense, moe
 from .mixers import gqa, hyper
@@ -19,7 +21,7 @@ def deepseek_v4(k: Keys) -> Architecture:
     token table is no parameter.
     """
     d, n = width_and_depth(k)
-    ratios: list = []
+    ratios: Any = []
     if k.has("layer_types"):
         kinds = k.words("layer_types", layers=n, among=COMPRESSED.values())
     else:

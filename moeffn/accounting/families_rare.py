@@ -168,14 +168,9 @@ def xlstm(k: Keys) -> Architecture:
     """xLSTM: matrix memories with exponential gates, and gated FFNs (arXiv 2503.13427)."""
     d = k.integer("hidden_size", "embedding_dim")
     n, heads = k.integer("num_hidden_layers", "num_blocks"), k.integer("num_heads")
-    parts = {}
-    for key in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor"):
-        parts[key] = k.data.get(key)
-        if not isinstance(parts[key], int | float):
-            raise ValueError(f"config.{key}: expected a number, got {parts[key]!r}")
-    qk, v = int(d * parts["qk_dim_factor"]), int(d * parts["v_dim_factor"])
+    qk, v, wide = (_times(k, d, key) for key in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor"))
     step = k.integer("ffn_round_up_to_multiple_of")
-    hidden = -(-int(d * parts["ffn_proj_factor"]) // step) * step
+    hidden = -(-wide // step) * step
     bias = k.flag("use_bias", absent=False)
     found = matrix("attention", qk, d, bias) * 2 + matrix("attention", v, d, bias) * 2
     found += matrix("attention", heads, d, True) * 2 + norm(v, bias) + matrix("attention", d, v, bias)
@@ -183,3 +178,11 @@ def xlstm(k: Keys) -> Architecture:
     layer = block("dense", mixed, dense(d, hidden, bias=bias), norm(d, bias, 2))
     return decoder(k, "xlstm", d, [layer] * n, tied=False,
                    final_norm=k.flag("add_out_norm", absent=True))
+
+
+def _times(k: Keys, width: int, key: str) -> int:
+    """The width times a factor of the config, rounded down."""
+    factor = k.data.get(key)
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise ValueError(f"config.{key}: expected a number, got {factor!r}")
+    return int(width * factor)
