@@ -9,6 +9,7 @@ traceback.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -74,6 +75,8 @@ def build_app(command: str | None) -> typer.Typer:
     app.callback()(_root)
     if command in COMMANDS:
         importlib.import_module(COMMANDS[command][0]).register(app)
+        for info in app.registered_commands:  # typer keeps the line ends of a docstring, which are not the terminal's
+            info.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(info.callback) or "")
     else:
         for name, (_, line) in COMMANDS.items():
             app.command(name, help=line)(_listed)
