@@ -213,6 +213,24 @@ def test_dtypes_follow_linear(backend, x_dtype, w_dtype, autocast):
 
 
 @backend
+@pytest.mark.parametrize(("dtype", "values", "total"), [
+    (torch.bfloat16, [256.0, 1.0, -256.0], 1.0),  # in bfloat16 256 + 1 is 256
+    (torch.float32, [2.0**24, 1.0, 1.0], 2.0**24),  # 2^24 + 1 is 2^24, but 1 + 1 + 2^24 is not
+])
+def test_slots_are_summed_in_float32_one_after_the_other(backend, dtype, values, total):
+    several = torch.tensor(values, dtype=dtype)[:, None, None]
+    linear = moeffn.Activation(kind="identity", gated=False)
+    routing = Routing(torch.tensor([[0, 1, 2]] * 5), torch.ones(5, 3))
+    x = torch.ones(5, 1, dtype=dtype, requires_grad=True)
+    forward = ExpertWeights(torch.ones_like(several), several, activation=linear)
+    for given in (x, x.detach()):  # with and without a graph
+        assert moeffn.moe_ffn(given, routing, forward, backend=backend).flatten().tolist() == [total] * 5
+    backward = ExpertWeights(several, torch.ones_like(several), activation=linear)
+    moeffn.moe_ffn(x, routing, backward, backend=backend).sum().backward()
+    assert x.grad.flatten().tolist() == [total] * 5
+
+
+@backend
 def test_hundred_repeats_are_bitwise_equal(backend):
     # transformers#43362, vllm#53440, torchtitan#1974: index_add and atomics in low precision
     problem = make(T=64, K=4, E=6, D=32, F=24, bias=True, dtype=torch.bfloat16)

@@ -217,6 +217,10 @@ def test_capacity_drops_are_counted():
     assert stats.counts.sum() + stats.dropped == 120
     lost = (routing.experts < 0).all(1)
     assert (y[lost] == 0).all()
+    with torch.no_grad():
+        layer.router.weight.zero_()  # every token ties: all go to experts 0 and 1
+        layer(torch.randn(61, 16, dtype=torch.float64))
+    assert layer.load_stats().counts.tolist() == [11, 11, 0, 0, 0, 0]  # ceil(0.5 * 122 / 6)
 
 
 def test_no_capacity_means_no_drop():
