@@ -132,22 +132,25 @@ def bench(shape: Shape, dtype: str, device: str, timer: Timer, chip: accounting.
 
 
 def kernel_rows(shape: Shape, dtype: str, timer: Timer, chip: accounting.Device | None) -> Iterator[Row]:
-    """Each grouped product of the triton backend alone, at the tile it picks. The two gradients of weights as one."""
+    """Each grouped product of the triton backend alone, at the tile it picks: the down-projection with the sum of each
+    token's rows, the two gradients of weights as one."""
     from moeffn.backends.tuning import KERNELS, Step, problem
 
     sizes = shape.T, shape.D, shape.F, shape.E, shape.K, DTYPES[dtype], torch.device("cuda", 0)
     one = Step(*sizes)
-    every = {k.name: k for k in accounting.kernels(shape.block(), shape.T, train=True)}
-    parts = {k: [every[k]] for k in ("up", "down", "dh", "dx")} | {"dw": [every["dw out"], every["dw in"]]}
-    for name in KERNELS:
-        tile = one.backend.pick(problem(name, *sizes))
+    tiles = {name: one.backend.pick(problem(name, *sizes)) for name in KERNELS}
+    split = tiles["up"].split_k, tiles["down"].split_k
+    every = {k.name: k for k in accounting.kernels(shape.block(), shape.T, train=True, split=split)}
+    names = {"up": ("up", "up sum"), "down": ("down", "combine"), "dw": ("dw out", "dw in")}
+    for name, tile in tiles.items():
+        parts = [every[n] for n in names.get(name, (name,)) if n in every]
         seconds = timer({name: one.call(name, tile)})[name]
-        flops, nbytes = sum(k.flops for k in parts[name]), sum(k.nbytes for k in parts[name])
+        flops, nbytes = sum(k.flops for k in parts), sum(k.nbytes for k in parts)
         made = row(shape, f"kernel {name}", "triton", None, chip, dtype, tile=str(tile)) | {
             "ms": f"{seconds * 1e3:.4f}", "tflops": f"{flops / seconds / 1e12:.1f}",
             "gb_per_s": f"{nbytes / seconds / 1e9:.0f}"}
         if chip is not None and dtype in chip.tflops:
-            bound = sum(k.seconds(chip, dtype) for k in parts[name])
+            bound = sum(k.seconds(chip, dtype) for k in parts)
             made |= {"bound_ms": f"{bound * 1e3:.4f}", "percent_of_bound": f"{100 * bound / seconds:.1f}"}
         yield made
 
@@ -211,7 +214,7 @@ def smoke() -> None:
 
 def on_gpu(options: argparse.Namespace, say: Callable[[str], object] = print) -> tuple[list[Row], list[str]]:
     """-> the rows, and what failed or was left out."""
-    from moeffn.gpu_check import run_checks
+    from moeffn.cli.check import run_checks
     from moeffn.kernels.timing import alternate
 
     end = time.perf_counter() + 60 * options.minutes

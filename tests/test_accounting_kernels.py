@@ -1,5 +1,7 @@
 """FLOPs and bytes of each kernel: their sums are the block's, their bytes those of the tensors launched with."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import INTERPRETING
@@ -10,6 +12,7 @@ from moeffn.backends import Needs
 from moeffn.backends.triton import TritonBackend
 from moeffn.config import SWIGLU, Activation
 from moeffn.kernels.launch import recorded
+from moeffn.kernels.tiles import pick_tiles
 from moeffn.types import ExpertWeights
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="meta tensors are not interpreted")
@@ -25,7 +28,8 @@ def test_sums_are_the_blocks(gated):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_bytes_are_those_of_the_tensors_a_launch_is_given(gated):
+@pytest.mark.parametrize("split", [(1, 1), (2, 4)])
+def test_bytes_are_those_of_the_tensors_a_launch_is_given(gated, split):
     """Enough tokens that every expert is met; what schedules and offsets add is below 1 %."""
     T, D, F, E, K = 4096, 256, 128, 16, 4
     H = 2 * F if gated else F
@@ -33,7 +37,10 @@ def test_bytes_are_those_of_the_tensors_a_launch_is_given(gated):
     def meta(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    backend, x, w = TritonBackend(family="sm90"), meta(T, D), meta(T, K, dtype=torch.float32)
+    def pick(problem):
+        return replace(pick_tiles(problem), split_k={"up": split[0], "down": split[1]}.get(problem.kernel, 1))
+
+    backend, x, w = TritonBackend(pick, "sm90"), meta(T, D), meta(T, K, dtype=torch.float32)
     activation = SWIGLU if gated else Activation(kind="relu", gated=False)
     ew = ExpertWeights(meta(E, H, D), meta(E, D, F), activation=activation)
     with recorded() as launches:
@@ -41,9 +48,9 @@ def test_bytes_are_those_of_the_tensors_a_launch_is_given(gated):
         _, h = backend.forward(x, plan, w, ew, apply_to="output", save=True)
         backend.backward(x, x, h, plan, w, ew, apply_to="output", needs=Needs(b_in=False, b_out=False))
     b = Block(d_model=D, d_expert=F, num_experts=E, top_k=K, gated=gated)
-    costs = {k.name: k for k in kernels(b, T, train=True)}
-    order = ["up", "down", "combine", "dh", "dw out", "dw in", "dx", "combine dx"]
-    big = [one for one in launches if one.name in ("up", "rows", "combine", "dh", "dw")]
+    costs = {k.name: k for k in kernels(b, T, train=True, split=split)}
+    order = ["up", *["up sum"][: split[0] - 1], "down", "combine", "dh", "dw out", "dw in", "dx", "combine dx"]
+    big = [one for one in launches if one.name in ("up", "up_sum", "rows", "combine", "dh", "dw")]
     assert len(big) == len(order)
     for name, one in zip(order, big, strict=True):
         given = [getattr(t, "base", t) for t in one.args.values()]

@@ -51,7 +51,7 @@ DISTRIBUTED = {"distributed", "integrations"}  # integrations only recognise DTe
 def room_of(path: Path) -> str:
     """The room of a file; a room's `commands.py` holds its part of the command line."""
     top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "cli" if top in ("cli", "demo", "gpu_check") or path.name == "commands.py" else top
+    return "cli" if top in ("cli", "demo") or path.name == "commands.py" else top
 
 
 def imports_of(path: Path) -> set[tuple[str, bool]]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from pointer_products import narrow_products
 from triton_table import KEY, ROUTERS, TABLE, compile_all, routing, shipped, step
 
-from moeffn.kernels.aot import TARGETS, compile_launch, narrow_products, source
+from moeffn.kernels.aot import TARGETS, compile_launch, source
 from moeffn.kernels.launch import Launch, interpreting
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="interpreted kernels cannot be compiled")

@@ -1,11 +1,14 @@
 """pick_tiles: a pure function from problem to tile, always legal, blind to the token count within a bucket."""
 
 import csv
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
 from moeffn.kernels.tiles import (
+    MULTIPROCESSORS,
     SHARED_MEMORY,
     Problem,
     TileConfig,
@@ -55,12 +58,37 @@ def test_buckets():
 @pytest.mark.parametrize("change, reason", [
     ({"block_m": 48}, "not a power of two"), ({"block_k": 8}, "at least 16"), ({"num_stages": 9}, "1..8"),
     ({"block_n": 256, "num_stages": 4}, "shared memory"), ({"pieces": 16}, "fewer than 16"),
-    ({"num_warps": 32}, "warps"), ({"persistent": -1}, "negative"),
+    ({"num_warps": 32}, "warps"), ({"split_k": 3}, "not a power of two"), ({"split_k": 16}, "at most 8"),
+    ({"persistent": -1}, "negative"),
     ({"persistent": 1, "block_m": 256}, "shared memory")])
 def test_illegal_tiles_say_why(change, reason):
     base = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
     assert why_illegal(TileConfig(**base), problem()) is None
     assert reason in why_illegal(TileConfig(**{**base, **change}), problem())
+
+
+@pytest.mark.parametrize("kernel, split", [("up", True), ("down", True), ("dh", False), ("dx", False), ("dw", False)])
+def test_only_inner_sums_that_the_next_kernel_adds_are_split(kernel, split):
+    assert (why_illegal(TileConfig(16, 64, 16, 4, 3, split_k=8), problem(kernel)) is None) == split
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_inner_sums_are_split_only_while_programs_are_few(family, itemsize):
+    """At most two programs a multiprocessor, four steps a program, and never for more than a handful of rows."""
+    shares = set()
+    for E, D, F in itertools.product((1, 2, 8, 64, 256), (64, 512, 4096), (64, 256, 768, 14336)):
+        for kernel, columns, inner in (("up", F, D), ("down", D, F)):
+            p = Problem(kernel, 16, itemsize, True, family, D, F, E)
+            tile = pick_tiles(p)
+            assert why_illegal(tile, p) is None
+            shares.add(tile.split_k)
+            if tile.split_k > 1:
+                assert E * -(-columns // tile.block_n) * tile.split_k <= 2 * MULTIPROCESSORS[family]
+                assert inner >= 4 * tile.split_k * tile.block_k
+            for other in (dataclasses.replace(p, rows_per_expert=17), dataclasses.replace(p, kernel="dh")):
+                assert pick_tiles(other).split_k == 1
+    assert shares == {1, 2, 4, 8}
 
 
 def test_bulk_copies_are_for_devices_that_have_them():

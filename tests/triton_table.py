@@ -2,7 +2,7 @@
 
 For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, and for the routers
 named below, with no device; on sm_90 and sm_100 also what runs where a layout allows no descriptor (reads "pointers"),
-and the persistent kernels.
+and the persistent kernels; at the small widths of SPLIT what splits its inner sums.
 To write the table anew: PYTHONPATH=. python tests/triton_table.py
 To compile it all with another triton and write nothing: PYTHONPATH=. python tests/triton_table.py --compile-only
 """
@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 import triton
+from pointer_products import narrow_products
 
 from moeffn import RouterConfig
 from moeffn.backends import Needs
 from moeffn.backends.triton import TritonBackend
-from moeffn.kernels.aot import TARGETS, compile_launch, narrow_products, report
+from moeffn.kernels.aot import TARGETS, compile_launch, report
 from moeffn.kernels.launch import Launch, recorded
 from moeffn.kernels.tiles import Problem, TileConfig, pick_tiles
 from moeffn.types import ExpertWeights
@@ -43,7 +44,8 @@ ROUTERS = {
                                 renormalize=True, renorm_eps=1e-20),
     "largest": RouterConfig(num_experts=4096, top_k=64, score="sqrtsoftplus", renormalize=True),
 }
-KEY = ("family", "kernel", "variant", "tile", "warps", "stages", "reads", "persistent")
+SPLIT = [(4096, 256, 8, 2), (512, 2048, 8, 2)]  # D, F, E, K of which 64 tokens split the up- or down-projection
+KEY = ("family", "kernel", "variant", "tile", "warps", "stages", "reads", "persistent", "split")
 BESIDE: dict[str, Any] = {"pointers": {"tma": False}, "persistent": {"persistent": 1}}
 
 
@@ -51,8 +53,10 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles) -> list[Launch]:
+def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles, sizes: tuple[int, ...] = (D, F, E, K)
+         ) -> list[Launch]:
     """The launches of a training step of T tokens, then of decoding 8 and 1."""
+    D, F, E, K = sizes
     backend = TritonBackend(pick, family)
     weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
     x, w = meta(T, D), meta(T, K, dtype=torch.float32)
@@ -85,6 +89,10 @@ def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     for name, config in ROUTERS.items():
         for launch in routing(config, 32768):
             found[(family, *_key(launch, name))] = launch
+    for sizes in SPLIT:
+        for launch in step(family, 64, sizes=sizes):
+            if launch.args.get("SPLIT", 1) > 1:
+                found.setdefault((family, *_key(launch)), launch)
     for change in BESIDE.values() if family in ("sm90", "sm100") else ():
         for T in (TOKENS["large"], TOKENS["medium"]):
             for launch in step(family, T, lambda p, c=change: replace(pick_tiles(p), **c)):
@@ -102,7 +110,7 @@ def _key(launch: Launch, router: str = "") -> tuple[str, ...]:
     tile = "x".join(str(a[n]) for n in sides if n in a)
     reads = f"tma {a['READ']}" if a.get("READ", "pointers") != "pointers" else a.get("READ", "")
     return (launch.name, variant, tile, str(launch.num_warps), str(launch.num_stages), reads,
-            "yes" if a.get("PERSISTENT") else "")
+            "yes" if a.get("PERSISTENT") else "", str(a.get("SPLIT", 1)) if a.get("SPLIT", 1) > 1 else "")
 
 
 def compile_row(key: tuple[str, ...]) -> dict[str, str]:

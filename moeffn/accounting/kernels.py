@@ -26,23 +26,29 @@ class KernelCost:
         return max(self.flops / (chip.rate(dtype) * 1e12), self.nbytes / (chip.hbm_gbs * 1e9))
 
 
-def kernels(b: Block, tokens: int, *, element: int = 2, train: bool = False) -> tuple[KernelCost, ...]:
+def kernels(b: Block, tokens: int, *, element: int = 2, train: bool = False, split: tuple[int, int] = (1, 1)
+            ) -> tuple[KernelCost, ...]:
     """The kernels of a forward over `tokens` tokens, and with `train` (which saves h) those of the backward.
 
     Routed experts only, weights on the output, no biases. element: bytes of a weight and of an activation.
+    split: programs that share each inner sum of the up- and of the down-projection and leave float32 parts of it.
     """
     T, D, F, E, N = tokens, b.d_model, b.d_expert, b.num_experts, tokens * b.top_k
     H = F * (b.matrices - 1)
     met = distinct_experts(E, b.top_k, T)
     ids, one = 4 * N, element
     logits = 4 * T * E
+    up_parts, down_parts = (4 * n if n > 1 else 0 for n in split)  # bytes of one element's parts
+    hidden = one * (N * F + train * N * H)
+    out = (down_parts or one) * N * D
     found = [
         KernelCost("logits", 2 * T * D * E, one * (T * D + E * D) + logits),
         KernelCost("route", 0, logits + 2 * ids),
         KernelCost("plan", 0, 3 * ids),
-        KernelCost("up", 2 * N * D * H, one * (T * D + met * D * H + N * F + train * N * H) + ids),
-        KernelCost("down", 2 * N * D * F, one * (N * F + met * D * F + N * D)),
-        KernelCost("combine", 0, one * (N * D + T * D) + 2 * ids),
+        KernelCost("up", 2 * N * D * H, one * (T * D + met * D * H) + (up_parts * N * H or hidden) + ids),
+        *([KernelCost("up sum", 0, up_parts * N * H + hidden)] if up_parts else []),
+        KernelCost("down", 2 * N * D * F, one * (N * F + met * D * F) + out),
+        KernelCost("combine", 0, out + one * T * D + 2 * ids),
     ]
     if train:
         found += [

@@ -77,7 +77,8 @@ class TritonBackend:
         if 0 < ids.numel() <= FEW_SLOTS and experts.w_in.dtype == x.dtype:
             return decode.few_slots(x, experts.w_in, experts.w_out, experts.b_in, experts.b_out, ids, weights,
                                     activation=constants(experts.activation), on_input=apply_to == "input",
-                                    interleaved=experts.layout is Layout.INTERLEAVED)
+                                    interleaved=experts.layout is Layout.INTERLEAVED,
+                                    family=self.family or device_family(x.device))
         plan = self.plan(ids, experts.num_experts)
         return self.forward(x, plan, weights, experts, apply_to=apply_to, save=False)[0]
 
@@ -127,7 +128,7 @@ class TritonBackend:
             grads["weights"] = out = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
             router = functools.partial(bwd.weight_grad, out, plan.row_of_slot, plan.offsets, top_k=run.top_k)
             if on_input:
-                router(token_rows=x, other=rows)
+                router(token_rows=x, other=cast(Tensor, rows)[0])
             elif experts.b_out is not None:
                 router(dots=dots, token_rows=dy, other=experts.b_out, by_expert=True)
             else:
@@ -144,7 +145,7 @@ class _Run:
         self.top_k = max(1, plan.num_slots // max(1, rows.shape[0]))
         self.rows_per_expert = cdiv(plan.num_slots, experts.num_experts)
         self.gated = experts.activation.gated
-        self.widths = experts.w_out.shape[1:]
+        self.num_experts, self.d_model, self.d_expert = experts.w_out.shape
         self.family = backend.family or device_family(rows.device)
         flat = weights.reshape(-1).contiguous()
         self.input_scale = flat if apply_to == "input" else None
@@ -157,7 +158,7 @@ class _Run:
 
     def tile(self, kernel: Kernel) -> TileConfig:
         return self.backend.pick(Problem(kernel, self.rows_per_expert, self.dtype.itemsize, self.gated, self.family,
-                                         *self.widths))
+                                         self.d_model, self.d_expert, self.num_experts))
 
     def schedule(self, tile: TileConfig) -> metadata.Schedule:
         if tile.block_m not in self._schedules:

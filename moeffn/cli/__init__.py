@@ -24,7 +24,7 @@ COMMANDS = {
     "demo": ("moeffn.cli.demo", "Replace, upcycle and train the FFNs of a pretrained text encoder; shows the figures."),
     "params": ("moeffn.accounting.commands", "Total and active weights of a model, and where they are."),
     "plan": ("moeffn.accounting.commands", "Expert parallelism of a model over a cluster: traffic, memory, bounds."),
-    "check": ("moeffn.gpu_check", "The promises of the runtime, tried here: on a device, or over ranks with --ep."),
+    "check": ("moeffn.cli.check", "The promises of the runtime, tried here: on a device, or over ranks with --ep."),
     "tune": ("moeffn.cli.tune", "Measure the Triton tiles of a layer on this GPU; write those that beat the shipped."),
     "bench": ("moeffn.cli.bench", "Speed of one MoE block at the real size of a public model, checked and measured."),
 }

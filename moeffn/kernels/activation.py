@@ -17,29 +17,6 @@ def tanh(x):
 
 
 @triton.jit
-def unary(x, ACT: tl.constexpr):
-    """act(x)."""
-    KIND: tl.constexpr = ACT[0]
-    ALPHA: tl.constexpr = ACT[1]
-    if KIND == "silu":
-        y = x * tl.sigmoid(ALPHA * x)
-    elif KIND == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
-        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif KIND == "relu":
-        y = tl.where(x > 0, x, 0.0 * x)
-    elif KIND == "relu2":
-        y = tl.where(x > 0, x * x, 0.0 * x)
-    elif KIND == "sigmoid":
-        y = tl.sigmoid(x)
-    else:
-        tl.static_assert(KIND == "identity")
-        y = x
-    return y
-
-
-@triton.jit
 def unary_slope(x, ACT: tl.constexpr):
     """act(x) and act'(x)."""
     KIND: tl.constexpr = ACT[0]
@@ -73,34 +50,16 @@ def unary_slope(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def gated(g, u, ACT: tl.constexpr):
-    """act(g) · (u + UP_OFFSET) with clamps or soft caps; 0 stands for no limit and no cap."""
-    LIMIT: tl.constexpr = ACT[2]
-    LIMIT_AFTER: tl.constexpr = ACT[3]
-    UP_OFFSET: tl.constexpr = ACT[4]
-    CAP_GATE: tl.constexpr = ACT[5]
-    CAP_UP: tl.constexpr = ACT[6]
-    if CAP_GATE > 0 or CAP_UP > 0:
-        value = g if CAP_GATE == 0 else CAP_GATE * tanh(g / CAP_GATE)
-        up = u if CAP_UP == 0 else CAP_UP * tanh(u / CAP_UP)
-        value = value * tl.sigmoid(g)
-    else:
-        gate = g
-        up = u
-        if LIMIT > 0:
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-            if not LIMIT_AFTER:
-                gate = tl.where(gate > LIMIT, LIMIT, gate)
-        value = unary(gate, ACT)
-        if LIMIT > 0 and LIMIT_AFTER:
-            value = tl.where(value > LIMIT, LIMIT, value)
-        up = up + UP_OFFSET
-    return value * up
+def unary(x, ACT: tl.constexpr):
+    """act(x); the compiler drops the slope."""
+    y, _ = unary_slope(x, ACT)
+    return y
 
 
 @triton.jit
 def gated_slopes(g, u, ACT: tl.constexpr):
-    """a = gated(g, u), ∂a/∂g and ∂a/∂u. A clamp passes the gradient on its boundary, as torch's does."""
+    """a = act(g) · (u + UP_OFFSET) with clamps or soft caps, ∂a/∂g and ∂a/∂u. A clamp passes the gradient on its
+    boundary, as torch's does."""
     LIMIT: tl.constexpr = ACT[2]
     LIMIT_AFTER: tl.constexpr = ACT[3]
     UP_OFFSET: tl.constexpr = ACT[4]
@@ -134,3 +93,10 @@ def gated_slopes(g, u, ACT: tl.constexpr):
         if LIMIT > 0:
             du = tl.where(tl.abs(u) > LIMIT, 0.0, value)
     return value * up, slope * up, du
+
+
+@triton.jit
+def gated(g, u, ACT: tl.constexpr):
+    """a of `gated_slopes`; the compiler drops the slopes."""
+    a, _, _ = gated_slopes(g, u, ACT)
+    return a

@@ -60,8 +60,8 @@ def _dh_tile(pid, count, tiles_n, dy, w, h, dh, act, dots, weights, slot_of_row,
     k = tl.arange(0, BLOCK_K)
     y_at = dy + (slot // TOP_K).to(tl.int64)[:, None] * stride_yt + k.to(tl.int64)[None, :] * stride_yd
     w_at = matrix_at(w, e, n, k, stride_we, stride_wn, stride_wk, READ)
-    acc, _ = product(dy, y_at, stride_yd, live, w, w_at, None, w_at, stride_wk, pid_n, F, D, "pointers", READ, True,
-                     SWAP, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION)
+    acc, _ = product(dy, y_at, stride_yd, live, w, w_at, None, w_at, stride_wk, pid_n, F, 0, D, "pointers", READ, True,
+                     SWAP, 1, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION)
     s = tl.full([BLOCK_M], 1.0, tl.float32)
     if SCALE:
         s = tl.load(weights + slot, mask=live, other=0.0).to(tl.float32)

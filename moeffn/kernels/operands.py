@@ -55,20 +55,22 @@ def matrix_tile(w, at, pid_n, k0, rest, N, READ: tl.constexpr, EVEN_K: tl.conste
 
 
 @triton.jit
-def matrix_next(at, stride_k, READ: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the next tile along the inner dimension is read."""
+def matrix_next(at, stride_k, READ: tl.constexpr, STEP: tl.constexpr):
+    """Where the next tile, STEP further along the inner dimension, is read."""
     if READ == "pointers":
-        return at + tl.cast(stride_k, tl.int64) * BLOCK_K
+        return at + tl.cast(stride_k, tl.int64) * STEP
     else:
         return at
 
 
 @triton.jit
-def product(a, a_at, stride_ak, live, w, w_at, w_up, u_at, stride_wk, pid_n, N, INNER, READ_A: tl.constexpr,
-            READ: tl.constexpr, FULL_A: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
+def product(a, a_at, stride_ak, live, w, w_at, w_up, u_at, stride_wk, pid_n, N, part, INNER,
+            READ_A: tl.constexpr, READ: tl.constexpr, FULL_A: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+            EVEN_K: tl.constexpr, PRECISION: tl.constexpr):
     """Rows (BLOCK_M, INNER) times column tile pid_n of w, and of w_up unless it is None: two float32 tiles
-    (BLOCK_M, BLOCK_N), the second meaningless without w_up. FULL_A: rows that are not live may be read all the same.
+    (BLOCK_M, BLOCK_N), the second meaningless without w_up. Of the inner dimension steps part, part + SPLIT, …, at the
+    first of which a_at, w_at and u_at point. FULL_A: rows that are not live may be read all the same.
 
     SWAP computes the transposed product: the matrices' columns, 64 or more, then stand where the matrix units of sm_90
     and sm_100 want at least 64 rows, and few rows per expert where they take 16 or 32.
@@ -78,18 +80,18 @@ def product(a, a_at, stride_ak, live, w, w_at, w_up, u_at, stride_wk, pid_n, N, 
     second: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     acc = tl.zeros([first, second], tl.float32)
     acc_u = tl.zeros([first, second], tl.float32)
-    for k0 in range(0, INNER, BLOCK_K):
+    for k0 in range(part * BLOCK_K, INNER, SPLIT * BLOCK_K):
         rest = INNER - k0
         ak = a.load([a_at, k0]) if READ_A == "rows" else load(a_at, live, k < rest, FULL_A, EVEN_K)
         wk = matrix_tile(w, w_at, pid_n, k0, rest, N, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
         acc = _multiply(ak, wk, acc, SWAP, PRECISION)
-        w_at = matrix_next(w_at, stride_wk, READ, BLOCK_K)
+        w_at = matrix_next(w_at, stride_wk, READ, SPLIT * BLOCK_K)
         if w_up is not None:
             uk = matrix_tile(w_up, u_at, pid_n, k0, rest, N, READ, EVEN_K, EVEN_N, BLOCK_K, BLOCK_N)
             acc_u = _multiply(ak, uk, acc_u, SWAP, PRECISION)
-            u_at = matrix_next(u_at, stride_wk, READ, BLOCK_K)
+            u_at = matrix_next(u_at, stride_wk, READ, SPLIT * BLOCK_K)
         if READ_A == "pointers":
-            a_at += tl.cast(stride_ak, tl.int64) * BLOCK_K
+            a_at += tl.cast(stride_ak, tl.int64) * (SPLIT * BLOCK_K)
     if SWAP:
         acc = tl.trans(acc)
         acc_u = tl.trans(acc_u)

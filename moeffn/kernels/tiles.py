@@ -15,6 +15,10 @@ Family = Literal["sm80", "sm90", "sm100", "gfx9"]
 SHARED_MEMORY = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "gfx9": 64 * 1024}
 """Bytes a program may use. sm80 stands for every older NVIDIA device, so it takes the smallest of them (8.6, 8.9)."""
 
+MULTIPROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx9": 304}
+"""Of A100, H200, B200, MI300X: two programs for each keep the memory busy, see _WIDE and `kernels.decode`."""
+MAX_SPLIT = 8
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -22,7 +26,8 @@ class Problem:
 
     rows_per_expert: N / E rounded up, of the host-side bound N; itemsize: bytes of an element of x;
     gated: the up-projection keeps two accumulators and the dH epilogue two halves; d_model, d_expert: by which tiles
-    that were measured are found (`kernels.tuned`), the shipped ones are for all widths.
+    that were measured are found (`kernels.tuned`); with num_experts they tell how many programs a grid has, 0 where
+    that is not known.
     """
 
     kernel: Kernel
@@ -32,6 +37,7 @@ class Problem:
     family: Family
     d_model: int = 0
     d_expert: int = 0
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class TileConfig:
     group_m: row tiles that share a column tile before the next one starts (L2 reuse); pieces: column pieces into which
     the up and dH epilogues are cut, so that they do not spill; tma: weights and packed rows are read in bulk through
     descriptors where their layout allows; persistent: programs for each multiprocessor, each taking tile after tile,
-    0 for one program a tile; swap: the product is computed transposed, N then being its rows (up, down, dh, dx).
+    0 for one program a tile; swap: the product is computed transposed, N then being its rows (up, down, dh, dx);
+    split_k: programs that share a tile's inner sum (up, down), their float32 parts added in order by the next kernel.
     """
 
     block_m: int
@@ -54,11 +61,13 @@ class TileConfig:
     tma: bool = False
     persistent: int = 0
     swap: bool = False
+    split_k: int = 1
 
     def __str__(self) -> str:
         return (f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
                 f" g{self.group_m} p{self.pieces}{' tma' if self.tma else ''}"
-                f"{f' persistent {self.persistent}' if self.persistent else ''}{' swap' if self.swap else ''}")
+                f"{f' persistent {self.persistent}' if self.persistent else ''}{' swap' if self.swap else ''}"
+                f"{f' split {self.split_k}' if self.split_k > 1 else ''}")
 
 
 def shared_memory(config: TileConfig, problem: Problem) -> int:
@@ -73,7 +82,7 @@ def shared_memory(config: TileConfig, problem: Problem) -> int:
 
 def why_illegal(config: TileConfig, problem: Problem) -> str | None:
     """None when the compiler takes the tile on that family, else the reason."""
-    for name in ("block_m", "block_n", "block_k", "num_warps", "pieces"):
+    for name in ("block_m", "block_n", "block_k", "num_warps", "pieces", "split_k"):
         value = getattr(config, name)
         if value < 1 or value & (value - 1):
             return f"{name} = {value} is not a power of two"
@@ -89,6 +98,8 @@ def why_illegal(config: TileConfig, problem: Problem) -> str | None:
         return f"tma: {problem.family} has no bulk copies"
     if config.persistent < 0:
         return f"persistent = {config.persistent} is negative"
+    if config.split_k > (MAX_SPLIT if problem.kernel in ("up", "down") else 1):
+        return f"split_k = {config.split_k}: {problem.kernel} takes at most {MAX_SPLIT} in up and down, 1 elsewhere"
     need, have = shared_memory(config, problem), SHARED_MEMORY[problem.family]
     return None if need <= have else f"needs {need} bytes of shared memory of {have}"
 
@@ -102,8 +113,8 @@ _T = TileConfig
 # Registers and spills of every line: tests/data/triton_static.csv. No line was timed on a device yet.
 # The small tiles of _WIDE are transposed products: weights go from shared memory straight to wgmma or tcgen05 (through
 # registers to mma.sync, which is all that 16 rows would get), an expert of up to 32 rows reads them once, and two
-# programs an SM keep about 150 KB on their way, where 36 KB cover 1 µs of latency at an H200's 4.8 TB/s. Splitting the
-# inner sum over programs would add nothing: 64 columns a tile make more programs than SMs wherever time matters.
+# programs an SM keep about 150 KB on their way, where 36 KB cover 1 µs of latency at an H200's 4.8 TB/s. Many experts
+# make more programs than that; for few of them, and narrow, `pick_tiles` splits the inner sums.
 _WIDE = {
     ("up", "large"): _T(128, 128, 64, 8, 3, pieces=2, tma=True),
     ("up", "medium"): _T(64, 64, 64, 4, 4, tma=True),
@@ -139,6 +150,15 @@ _FP32 = {
 }
 
 
+def split_k(programs: int, steps: int, family: Family) -> int:
+    """Programs that share each inner sum of `steps` steps, where the grid has `programs` without: as many as two a
+    multiprocessor allow, each with 4 steps (less would not fill a pipeline) or more."""
+    share = 1
+    while share < MAX_SPLIT and 2 * share * programs <= 2 * MULTIPROCESSORS[family] and steps >= 8 * share:
+        share *= 2
+    return share
+
+
 def pick_tiles(problem: Problem) -> TileConfig:
     """The tile for a problem. Deterministic; the answer is legal by `why_illegal`."""
     size = bucket(problem.rows_per_expert)
@@ -149,4 +169,10 @@ def pick_tiles(problem: Problem) -> TileConfig:
         config = table["down" if problem.kernel == "dx" else problem.kernel, size]
     if problem.family == "gfx9":
         config = replace(config, num_stages=2)
+    if size == "small" and problem.kernel in ("up", "down") and problem.num_experts:
+        columns, inner = problem.d_expert, problem.d_model
+        if problem.kernel == "down":
+            columns, inner = inner, columns
+        programs = problem.num_experts * -(-columns // config.block_n)
+        config = replace(config, split_k=split_k(programs, inner // config.block_k, problem.family))
     return config

@@ -1,11 +1,11 @@
 """Tiles that were measured on a device, in a JSON file, and the search that finds them. Pure: timing is handed in.
 
     {"device": "NVIDIA H200", "triton": "3.6.0",
-     "tiles": [{"kernel": "up", "rows": "large", "d_model": 2048, "d_expert": 768, "itemsize": 2, "gated": true,
-                "default": {…}, "default_us": 1200.0, "tile": {…}, "tile_us": 1100.0}, …]}
+     "tiles": [{"kernel": "up", "rows": "large", "d_model": 2048, "d_expert": 768, "num_experts": 128, "itemsize": 2,
+                "gated": true, "default": {…}, "default_us": 1200.0, "tile": {…}, "tile_us": 1100.0}, …]}
 
-An entry is used only for its bucket of rows per expert, widths, size of an element, device and version of Triton, only
-where it was faster than the default that it was measured against, and only while that is still the default.
+An entry is used only for its bucket of rows per expert, widths, experts, size of an element, device and version of
+Triton, only where it was faster than the default that it was measured against, and only while that is the default.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Versus = Callable[[TileConfig, TileConfig], tuple[float, float]]
 
 
 def key(problem: Problem) -> Key:
-    return (problem.kernel, bucket(problem.rows_per_expert), problem.d_model, problem.d_expert, problem.itemsize,
-            problem.gated)
+    return (problem.kernel, bucket(problem.rows_per_expert), problem.d_model, problem.d_expert, problem.num_experts,
+            problem.itemsize, problem.gated)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Tuned:
         return default if why_illegal(entry.tile, problem) else entry.tile
 
 
-_KEY = ("kernel", "rows", "d_model", "d_expert", "itemsize", "gated")
+_KEY = ("kernel", "rows", "d_model", "d_expert", "num_experts", "itemsize", "gated")
 
 
 def save(path: str | Path, device: str, entries: list[Entry]) -> None:
@@ -100,6 +100,7 @@ def neighbours(tile: TileConfig, problem: Problem) -> list[TileConfig]:
     if problem.kernel == "up" and problem.gated:
         steps.append(("pieces", [1, 2]))
     if problem.kernel != "dw":
+        steps += [("split_k", [tile.split_k // 2, tile.split_k * 2])]
         steps += [("tma", [not tile.tma]), ("persistent", [0, 1, 2]), ("swap", [not tile.swap])]
     made = (dataclasses.replace(tile, **{name: value}) for name, values in steps for value in values)
     return [c for c in dict.fromkeys(made) if c != tile and why_illegal(c, problem) is None]

@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
-from . import checks
-from .cli.check_data import Target, errors, problem, run
-from .cli.check_device import GPU_CHECKS
+from .. import checks
+from .check_data import Target, errors, problem, run
+from .check_device import GPU_CHECKS
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
         With --ep: every dispatcher on the ranks that torchrun started against one process, in float64.
         """
         if ep:
-            from .distributed import commands
+            from ..distributed import commands
 
             checks.one_of("--device", device or "cpu", ("cpu", "cuda"))
             raise typer.Exit(0 if commands.check(device=device or "cpu") else 1)
@@ -46,7 +46,7 @@ def run_checks(device: str, backend: str, seed: int, say: Callable[[str], object
     """
     import torch
 
-    from . import backends
+    from .. import backends
 
     checks.one_of("--device", device, ("cpu", "cuda"))
     if device == "cuda" and not torch.cuda.is_available():
@@ -107,7 +107,7 @@ def own_router(target: Target) -> str:
     """The backend's own router: ids of torch's operations, weights and gradients to rounding, NaN and ties included."""
     import torch
 
-    from . import RouterConfig, backends, route
+    from .. import RouterConfig, backends, route
 
     configs = [RouterConfig(num_experts=128, top_k=8, renormalize=True),
                RouterConfig(num_experts=128, top_k=4, order="topk_score"),
@@ -151,7 +151,7 @@ def saved_memory(target: Target) -> str:
     """What forward saves beyond the weights: x, H and the routing metadata (2TD + 4NF bytes in 16 bits, 12 a slot)."""
     import torch
 
-    from . import ExpertWeights, Routing, moe_ffn
+    from .. import ExpertWeights, Routing, moe_ffn
 
     T, D, F, E, K = 256, 64, 32, 8, 4
     dtype = target.dtypes[0]
@@ -178,7 +178,7 @@ def compiles_once(target: Target) -> str:
     """torch.compile(fullgraph=True) takes ten token counts with at most two compilations."""
     import torch
 
-    from . import MoEConfig, MoEFFN
+    from .. import MoEConfig, MoEFFN
 
     layer = MoEFFN(MoEConfig(d_model=64, d_expert=32, num_experts=8, top_k=2), backend=target.backend).to(target.device)
     count = 0
@@ -206,7 +206,7 @@ def golden_families(target: Target) -> str:
     import sys
     from pathlib import Path
 
-    tests = Path(__file__).parent.parent / "tests"
+    tests = Path(__file__).parents[2] / "tests"
     if not (tests / "data" / "golden").is_dir():
         return "skipped: needs a checkout, whose tests hold the recorded results"
     sys.path.insert(0, str(tests))
@@ -218,7 +218,7 @@ def golden_families(target: Target) -> str:
         sys.path.remove(str(tests))
     import torch
 
-    from .integrations.transformers import replace_ffn
+    from ..integrations.transformers import replace_ffn
 
     worst = 0.0
     for family in GOLDEN:

@@ -7,16 +7,16 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from moeffn import backends, gpu_check
-from moeffn.cli import check_device
+from moeffn import backends
+from moeffn.cli import check, check_device
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run `moeffn check --device cuda`")
 
 
 def test_every_cpu_check_passes_with_the_torch_backend():
     lines = []
-    assert gpu_check.run_checks("cpu", "torch", 0, lines.append) == [], "\n".join(lines)
-    assert len(lines) == len(gpu_check.CHECKS) + 2
+    assert check.run_checks("cpu", "torch", 0, lines.append) == [], "\n".join(lines)
+    assert len(lines) == len(check.CHECKS) + 2
 
 
 @pytest.mark.parametrize("name", ["error budget", "determinism"])
@@ -39,7 +39,7 @@ def test_a_wrong_backend_is_found(name, monkeypatch):
     monkeypatch.setattr(backends.get("native"), "__class__", Wrong)
     try:
         with pytest.raises(AssertionError, match=r"error|differs"):
-            gpu_check.CHECKS[name](gpu_check.Target(torch.device("cpu"), "native", 0))
+            check.CHECKS[name](check.Target(torch.device("cpu"), "native", 0))
     finally:
         backends.get.cache_clear()
         backends.available.cache_clear()
@@ -47,22 +47,22 @@ def test_a_wrong_backend_is_found(name, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_the_check_of_big_tensors_is_right_about_small_ones(backend):
-    target = gpu_check.Target(torch.device("cpu"), backends.resolve(backend, torch.device("cpu"), torch.float32), 0)
+    target = check.Target(torch.device("cpu"), backends.resolve(backend, torch.device("cpu"), torch.float32), 0)
     for sizes in ({"E": 9, "others": 0}, {"E": 4, "others": 50}):
         assert check_device.last_expert(target, F=24, D=16, **sizes) == (sizes["E"] * 48 * 16,
                                                                          (sizes["others"] + 64) * 48)
 
 
 def test_golden_families_are_compared_where_the_recordings_are(monkeypatch):
-    target = gpu_check.Target(torch.device("cpu"), "torch", 0)
-    said = gpu_check.golden_families(target)
-    checkout = (Path(gpu_check.__file__).parent.parent / "tests" / "data" / "golden").is_dir()
-    assert said.startswith(f"{len(gpu_check.GOLDEN)} families" if checkout else "skipped: needs a checkout")
+    target = check.Target(torch.device("cpu"), "torch", 0)
+    said = check.golden_families(target)
+    checkout = (Path(check.__file__).parents[2] / "tests" / "data" / "golden").is_dir()
+    assert said.startswith(f"{len(check.GOLDEN)} families" if checkout else "skipped: needs a checkout")
 
 
 @without_gpu
 def test_without_a_gpu_it_refuses():
     app = typer.Typer()
-    gpu_check.register(app)
+    check.register(app)
     result = CliRunner().invoke(app, ["--device", "cuda"])
     assert isinstance(result.exception, ValueError) and "nothing was checked" in str(result.exception)
