@@ -279,8 +279,8 @@ def up(x: Tensor, w_in: Tensor, b_in: Tensor | None, slot_of_row: Tensor, offset
         "SCALE": scale is not None, "ACT": activation, "SPLIT": split}
     launch(_up, **spread(config, bound, x.device), x=x, w=gate, w_up=more[0] if more else None, a=parts, D=D,
            h=h if split == 1 else None, stride_xt=x.stride(0), stride_xd=x.stride(1), stride_we=w_in.stride(0),
-           stride_wn=halves[0].stride(1), stride_wk=w_in.stride(2), TOP_K=top_k, PIECES=config.pieces, READ=read, **blocks(config, F, D),
-           PRECISION=precision, **epilogue)
+           stride_wn=halves[0].stride(1), stride_wk=w_in.stride(2), TOP_K=top_k, PIECES=config.pieces, READ=read,
+           PRECISION=precision, **blocks(config, F, D), **epilogue)
     if split > 1:  # narrow tiles, so that these are many programs too
         launch(_up_sum, (tiles.capacity * cdiv(F, 16),), parts=parts, a=a, h=h, BLOCK_M=config.block_m, BLOCK_N=16,
                **epilogue)
