@@ -229,7 +229,9 @@ def on_gpu(options: argparse.Namespace, say: Callable[[str], object] = print) ->
         chosen = [Shape("smoke", 512, 256, 128, 8, 2)]
     parts = [(s.name, bench(s, options.dtype, "cuda", timer, chip)) for s in chosen]
     for name, part in [*parts[:1], ("decode", decode_rows(options.dtype, timer, chip)), *parts[1:]]:
-        if time.perf_counter() > end:
+        left = end - time.perf_counter()
+        say(f"{name}: {max(0.0, left):.0f} s left of {60 * options.minutes:.0f}")
+        if left < 0:
             missed.append(f"{name}: the {options.minutes:g} minutes are over")
             continue
         for one in part:

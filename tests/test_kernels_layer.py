@@ -9,7 +9,7 @@ from interpreted import interpreted, poisoned, sanitized, tiles, tiny_tiles
 from problems import ACTIVATIONS, Problem, assert_within_budget, make
 
 import moeffn
-from moeffn import Grads, Layout, Routing, backends
+from moeffn import ExpertWeights, Grads, Layout, Routing, backends, functional
 from moeffn.backends import Needs
 from moeffn.kernels.launch import recorded
 
@@ -45,9 +45,10 @@ def test_activations(name):
     ({"T": 17, "K": 2, "E": 40, "D": 32, "F": 32}, "most experts empty; whole tiles: the paths without masks"),
     ({"T": 20, "K": 3, "E": 5, "D": 48, "F": 33}, "K not a power of two; one over a tile in F"),
 ])
-def test_shapes(shape, reason):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shapes(shape, reason, dtype):
     ids = None if shape["E"] > 1 else one_hot_expert(shape["T"], shape["K"], 0)
-    check(make(**shape, ids=ids))
+    check(make(**shape, ids=ids), dtype)
 
 
 @pytest.mark.parametrize("options, reason", [
@@ -205,12 +206,32 @@ def test_a_nan_row_stays_in_its_token():
 
 
 def test_registered_operators_pass_opcheck():
-    from moeffn import functional
-
     p = make(T=5, E=3, D=16, F=16).to(torch.float32)
     plan = backends.get("triton").plan(p.ids, 3)
     x, w, w_in, w_out = (p.leaves[n].requires_grad_() for n in ("x", "weights", "w_in", "w_out"))
     args = (x, w, plan.offsets, plan.slot_of_row, plan.row_of_slot, w_in, w_out, None, None, None, None, None, None,
             functional._encode(p.experts(), "output"), "triton", True)
-    torch.library.opcheck(functional._forward_op, args,
-                          test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(functional._plan_op, (p.ids, 3, "triton"), test_utils=checks)
+    torch.library.opcheck(functional._forward_op, args, test_utils=checks)
+
+
+def test_one_graph_and_at_most_two_compilations_over_ten_token_counts():
+    count = 0
+
+    def counting(graph, inputs):
+        nonlocal count
+        count += 1
+        return graph.forward
+
+    def block(x, ids, w, w_in, w_out):
+        return moeffn.moe_ffn(x, Routing(ids, w), ExpertWeights(w_in, w_out), backend="triton")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend=counting)
+    for T in (5, 6, 7, 9, 16, 17, 24, 31, 33, 40):
+        p = make(T=T, K=1, E=2, D=16, F=16, seed=T).to(torch.float32)
+        got = p.run(lambda x, r, w: compiled(x, r.experts, r.weights, w.w_in, w.w_out))
+        eager = p.run(backend="triton")
+        assert all(torch.equal(got[n], eager[n]) for n in eager)
+    assert count <= 2

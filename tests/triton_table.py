@@ -2,7 +2,7 @@
 
 For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, and for the routers
 named below, with no device; on sm_90 and sm_100 also what runs where a layout allows no descriptor (reads "pointers"),
-and the persistent kernels; at the small widths of SPLIT what splits its inner sums.
+and the persistent kernels; at the small widths of SPLIT what splits its inner sums; grouping for 4096 experts.
 To write the table anew: PYTHONPATH=. python tests/triton_table.py
 To compile it all with another triton and write nothing: PYTHONPATH=. python tests/triton_table.py --compile-only
 """
@@ -28,6 +28,7 @@ from pointer_products import narrow_products
 from moeffn import RouterConfig
 from moeffn.backends import Needs
 from moeffn.backends.triton import TritonBackend
+from moeffn.kernels import metadata
 from moeffn.kernels.aot import TARGETS, compile_launch, report
 from moeffn.kernels.launch import Launch, recorded
 from moeffn.kernels.tiles import Problem, TileConfig, pick_tiles
@@ -69,6 +70,14 @@ def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles
     return launches
 
 
+def grouping(tokens: int, top_k: int, num_experts: int) -> list[Launch]:
+    """The launches that group slots by expert and schedule tiles of 128 rows."""
+    with recorded() as launches:
+        offsets = metadata.plan(meta(tokens, top_k, dtype=torch.int32), num_experts)[1]
+        metadata.schedule(offsets, tokens * top_k, 128)
+    return launches
+
+
 def routing(config: RouterConfig, T: int) -> list[Launch]:
     """The launches of a router and its backward, with a selection bias unless it is a softmax."""
     backend = TritonBackend()
@@ -89,6 +98,9 @@ def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     for name, config in ROUTERS.items():
         for launch in routing(config, 32768):
             found[(family, *_key(launch, name))] = launch
+    for T in (4096, 8):
+        for launch in grouping(T, 64, 4096):
+            found.setdefault((family, *_key(launch)), launch)
     for sizes in SPLIT:
         for launch in step(family, 64, sizes=sizes):
             if launch.args.get("SPLIT", 1) > 1:
@@ -106,6 +118,8 @@ def _key(launch: Launch, router: str = "") -> tuple[str, ...]:
     variant = {"dw": "gather " + ("left" if a.get("GATHER_LEFT") else "right"),
                "rows": "down" if a.get("bias") is not None else "dx",
                "place": "one block" if a.get("SINGLE") else "blocks"}.get(launch.name, router)
+    if launch.name in ("count", "place", "schedule") and a["E_PAD"] > 1024:
+        variant = f"{variant} {a['E_PAD']} experts".strip()
     sides = ("ROWS", "C") if router else ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SLOTS")
     tile = "x".join(str(a[n]) for n in sides if n in a)
     reads = f"tma {a['READ']}" if a.get("READ", "pointers") != "pointers" else a.get("READ", "")

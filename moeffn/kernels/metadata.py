@@ -108,7 +108,7 @@ def plan(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
     partial = torch.empty((blocks if blocks > 1 else 0, E), dtype=torch.int32, device=flat.device)
     if blocks > 1:
         launch(_count, (blocks,), experts=flat, partial=partial, N=N, E=E, E_PAD=e_pad, BLOCK=block)
-    launch(_place, (blocks,), experts=flat, partial=partial, counts=counts,
+    launch(_place, (blocks,), num_warps=4 if e_pad <= 1024 else 8, experts=flat, partial=partial, counts=counts,
            offsets=offsets, slot_of_row=slot_of_row, row_of_slot=row_of_slot, N=N, num_blocks=blocks, E=E, E_PAD=e_pad,
            BLOCK=block, CHUNK=min(block, 64), ROWS=max(1, 4096 // e_pad), SINGLE=blocks == 1)
     return counts, offsets, slot_of_row, row_of_slot
