@@ -19,7 +19,7 @@ def test_every_cpu_check_passes_with_the_torch_backend():
     assert len(lines) == len(check.CHECKS) + 2
 
 
-@pytest.mark.parametrize("name", ["error budget", "determinism"])
+@pytest.mark.parametrize("name", ["error budget", "decoding", "determinism"])
 def test_a_wrong_backend_is_found(name, monkeypatch):
     """A forward that is off by a percent, differently each time."""
     backend = backends.get("torch")

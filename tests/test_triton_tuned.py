@@ -69,6 +69,7 @@ def test_neighbours_are_legal_different_and_of_the_same_height(problem):
         differing = [f.name for f in dataclasses.fields(tile) if getattr(tile, f.name) != getattr(start, f.name)]
         assert len(differing) == 1
         assert problem.kernel != "dw" or differing[0] not in ("tma", "persistent")
+    assert any(tile.split_k == 2 for tile in found) == (problem.kernel in ("up", "down"))
 
 
 FASTER = dataclasses.replace(DEFAULT, group_m=4)
@@ -93,6 +94,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     (entry(tile_s=2e-3), UP, "not faster than the default"),
     (entry(default=FASTER, tile=DEFAULT), dataclasses.replace(UP, rows_per_expert=50), "another bucket"),
     (entry(), dataclasses.replace(UP, d_expert=512), "another width"),
+    (entry(), dataclasses.replace(UP, num_experts=8), "another number of experts"),
     (entry(), dataclasses.replace(UP, itemsize=4), "another size of an element"),
     (entry(default=dataclasses.replace(DEFAULT, num_stages=2)), UP, "measured against another default"),
     (entry(tile=dataclasses.replace(DEFAULT, block_n=512)), UP, "does not fit the shared memory"),

@@ -91,16 +91,38 @@ def error_budget(target: Target) -> str:
             E = int(torch.randint(2, 64 if big else 8, (), generator=g))
             K = int(torch.randint(1, min(E, 8) + 1, (), generator=g))
             leaves, ids = problem(target, T, D, F, E, K, dtype, i, bias=i % 2 == 1)
-            truth = run(leaves, ids, "torch", torch.float64)
-            plain, got = run(leaves, ids, "torch"), run(leaves, ids, target.backend)
-            for name in got:
-                pair = errors(got[name], truth[name]), errors(plain[name], truth[name])
-                for mine, theirs in zip(*pair, strict=True):
-                    allowed = 2 * theirs + torch.finfo(dtype).eps
-                    worst = max(worst, mine / allowed)
-                    assert mine <= allowed, (f"{name}, {dtype}, T={T} D={D} F={F} E={E} K={K}: error {mine:.3g}, "
-                                             f"torch {theirs:.3g}")
+            worst = max(worst, _used(target, leaves, ids, dtype))
     return f"worst error is {worst:.2f} of the budget over {len(target.dtypes)} dtypes"
+
+
+def decoding(target: Target) -> str:
+    """The same budget for y of a few tokens without gradients; on GPUs also sizes of which inner sums are split."""
+    sizes = [(1, 48, 40, 6, 3), (7, 96, 33, 5, 2)]
+    if target.device.type == "cuda":
+        sizes += [(1, 4096, 64, 8, 2), (8, 2048, 768, 128, 8), (40, 1024, 1024, 8, 2)]
+    worst = 0.0
+    for dtype in target.dtypes:
+        for i, (T, D, F, E, K) in enumerate(sizes):
+            leaves, ids = problem(target, T, D, F, E, K, dtype, i, bias=i % 2 == 1)
+            worst = max(worst, _used(target, leaves, ids, dtype, grads=False))
+    return f"worst error is {worst:.2f} of the budget over {len(sizes)} sizes"
+
+
+def _used(target: Target, leaves: dict[str, Any], ids: Any, dtype: Any, grads: bool = True) -> float:
+    """Which part of its error budget the backend uses at most, in y and with `grads` in every gradient."""
+    import torch
+
+    truth = run(leaves, ids, "torch", torch.float64, grads)
+    plain, got = run(leaves, ids, "torch", None, grads), run(leaves, ids, target.backend, None, grads)
+    worst = 0.0
+    for name in got:
+        pair = errors(got[name], truth[name]), errors(plain[name], truth[name])
+        for mine, theirs in zip(*pair, strict=True):
+            allowed = 2 * theirs + torch.finfo(dtype).eps
+            worst = max(worst, mine / allowed)
+            shape = {n: tuple(t.shape) for n, t in leaves.items()}
+            assert mine <= allowed, f"{name}, {dtype}, {shape}: error {mine:.3g}, torch {theirs:.3g}"
+    return worst
 
 
 def own_router(target: Target) -> str:
@@ -242,5 +264,5 @@ def golden_families(target: Target) -> str:
 
 
 CHECKS: dict[str, Callable[[Target], str]] = {
-    "error budget": error_budget, "golden families": golden_families, "router": own_router, "determinism": determinism,
-    "saved memory": saved_memory, "compile": compiles_once}
+    "error budget": error_budget, "decoding": decoding, "golden families": golden_families, "router": own_router,
+    "determinism": determinism, "saved memory": saved_memory, "compile": compiles_once}

@@ -51,17 +51,19 @@ def upstream(shape: tuple[int, ...]) -> Any:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
-def run(leaves: dict[str, Any], ids: Any, backend: str, dtype: Any = None) -> dict[str, Any]:
-    """y and every gradient, for an upstream gradient that depends on the shape alone."""
+def run(leaves: dict[str, Any], ids: Any, backend: str, dtype: Any = None, grads: bool = True) -> dict[str, Any]:
+    """y and, with `grads`, every gradient, for an upstream gradient that depends on the shape alone."""
     import torch
 
     from .. import ExpertWeights, Routing, moe_ffn
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    own = {n: t.detach().to(t.dtype if dtype is None else wide if n == "weights" else dtype).requires_grad_()
+    own = {n: t.detach().to(t.dtype if dtype is None else wide if n == "weights" else dtype).requires_grad_(grads)
            for n, t in leaves.items()}
     ew = ExpertWeights(own["w_in"], own["w_out"], own.get("b_in"), own.get("b_out"))
     y = moe_ffn(own["x"], Routing(ids, own["weights"]), ew, backend=backend)
+    if not grads:
+        return {"y": y}
     y.backward(upstream(tuple(y.shape)).to(y))
     return {"y": y.detach(), **{n: t.grad for n, t in own.items()}}
 
