@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from interpreted import interpreted, poisoned, sanitized
 
 from moeffn.kernels import metadata
+from moeffn.kernels.forward import place
 
 pytestmark = interpreted
 
@@ -78,3 +81,20 @@ def test_the_bound_on_tiles_is_reached():
     offsets = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
     schedule = metadata.schedule(offsets, sum(counts), block_m)
     assert schedule.tiles[0].item() == sum(-(-c // block_m) for c in counts) == schedule.capacity
+
+
+@triton.jit
+def _places(out, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    pid = tl.program_id(0)
+    m, n = place(pid, tiles_m, tiles_n, GROUP_M)
+    tl.store(out + 2 * pid, m)
+    tl.store(out + 2 * pid + 1, n)
+
+
+@pytest.mark.parametrize("tiles_m, tiles_n, group", [(5, 3, 2), (4, 2, 4), (3, 1, 8), (1, 4, 1)])
+def test_programs_that_run_together_share_columns_and_few_rows(tiles_m, tiles_n, group):
+    """Groups of rows, in each column after column: what the L2 cache holds is `group` row tiles and one of columns."""
+    out = torch.full((tiles_m * tiles_n, 2), -1, dtype=torch.int32)
+    _places[(tiles_m * tiles_n,)](out, tiles_m, tiles_n, group)
+    rows = [range(first, min(first + group, tiles_m)) for first in range(0, tiles_m, group)]
+    assert out.tolist() == [[m, n] for together in rows for n in range(tiles_n) for m in together]
