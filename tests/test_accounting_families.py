@@ -84,3 +84,27 @@ def test_towers_without_a_table_are_refused_under_that_scope():
 def test_refused_by_name(name):
     with pytest.raises(ValueError, match=f"model_type: no weight table for '{name}'"):
         count({"model_type": name})
+
+
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128,
+    "moe_intermediate_size": 48, "num_hidden_layers": 4, "num_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "first_k_dense_replace": 1, "n_group": 2,
+    "topk_group": 1,
+}
+SMALL_FAMILIES = (
+    "deepseek_v3", "gpt_oss", "qwen2_moe", "mixtral", "qwen3_moe", "olmoe", "flex_olmo", "deepseek_v2", "glm4_moe",
+    "glm4_moe_lite", "dots1", "granitemoe", "granitemoeshared", "phimoe", "minimax_m2", "ernie4_5_moe", "llama4_text",
+    "exaone_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_vl_moe_text", "llama", "qwen2", "qwen3", "gemma", "gemma2",
+    "gemma3_text", "mistral", "phi", "phi3", "olmo", "olmo2", "olmo3", "stablelm", "starcoder2", "cohere", "cohere2",
+    "granite", "glm", "glm4", "smollm3", "ministral3", "arcee", "apertus", "seed_oss", "helium", "nemotron",
+    "ernie4_5", "hunyuan_v1_dense", "bert", "roberta", "albert", "electra", "deberta-v2", "modernbert")
+
+
+@pytest.mark.parametrize("name", SMALL_FAMILIES if ALL else SMALL_FAMILIES[:3])
+def test_small_config_equals_live_model(name):
+    model, config = whole(name, {**SMALL, "head_dim": 16})
+    counted, live = count(config), count(model)
+    head = counted.part("head").total if live.part("head").total == 0 else 0
+    assert (counted.total - head, counted.active - head) == (live.total, live.active)
