@@ -66,7 +66,8 @@ BRANCHES = [
     ("opt", {"word_embed_proj_dim": 512, "do_layer_norm_before": False}),
     ("longt5", {"encoder_attention_type": "transient-global", "num_layers": 2, "feed_forward_proj": "gated-gelu"}),
     ("albert", {"num_hidden_groups": 2, "inner_group_num": 2}),
-    ("persimmon", {"qk_layernorm": False}), ("xlstm", {"use_bias": True, "num_hidden_layers": 2, "num_blocks": 2}),
+    ("persimmon", {"qk_layernorm": False}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 8}), ("xlstm", {"use_bias": True, "num_hidden_layers": 2, "num_blocks": 2}),
     ("idefics", {"cross_layer_interval": 2, "additional_vocab_size": 8}),
     ("deberta-v2", {"position_biased_input": False}), ("prophetnet", {"num_encoder_layers": 1, "ngram": 3}),
 ]

@@ -121,7 +121,11 @@ def plain(k: Keys) -> Architecture:
     ffn = dense(d, k.integer("intermediate_size"), gated=p.gated, bias=k.flag(p.mlp_bias, absent=mlp_absent))
     ffn += [Weight("dense", (1,), "filter")] * p.activation
     norms = norm(d, p.norm_bias, p.norms)
-    if name == "hyperclovax":
+    qk_norm = p.qk_norm
+    if name == "stablelm":
+        norms = norm(d, True, 1 if k.flag("use_parallel_residual", absent=False) else 2)
+        qk_norm = "heads" if k.flag("qk_layernorm", absent=False) else ""
+    elif name == "hyperclovax":
         norms = norm(d, copies=4 if k.flag("use_post_norm") else 2)
     if p.inner_norms:
         norms = norms + norm(d) + norm(k.integer("intermediate_size"))
@@ -130,14 +134,12 @@ def plain(k: Keys) -> Architecture:
         ffn += matrix("other", 32, d) + matrix("other", d, 32)
     layers = []
     for window in windows(k, n):
-        found, mixer = gqa(d, heads, kv, width, bias=p.bias if biased else "", qk_norm=p.qk_norm, gate=p.gate,
+        found, mixer = gqa(d, heads, kv, width, bias=p.bias if biased else "", qk_norm=qk_norm, gate=p.gate,
                            window=window, sinks=p.sinks)
         layers.append(block("dense", (found + lambdas, mixer), ffn, norms))
     towers = ("img_processor", *(("vision_config", "audio_config") if name == "phi4_multimodal" else ()))
     k.excluded.extend(key for key in towers if k.has(key))
     extra = (Weight("embedding", (k.integer(p.more, minimum=0), d), "table"),) if p.more else ()
-    if name == "stablelm" and k.flag("use_parallel_residual", absent=False):
-        raise ValueError("config.use_parallel_residual: the parallel StableLM has no weight table")
     mtp = (predictor(d, layers[-1]),) * (predictions(k) if name == "mimo" else 0)
     return decoder(k, name, d, layers, tied=p.tied, norm_bias=p.norm_bias if p.final_bias is None else p.final_bias,
                    final_norm=p.final_norm, head=p.head, extra=extra, mtp=mtp)
