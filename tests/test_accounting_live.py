@@ -67,7 +67,8 @@ BRANCHES = [
     ("longt5", {"encoder_attention_type": "transient-global", "num_layers": 2, "feed_forward_proj": "gated-gelu"}),
     ("albert", {"num_hidden_groups": 2, "inner_group_num": 2}),
     ("persimmon", {"qk_layernorm": False}),
-    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 8}), ("xlstm", {"use_bias": True, "num_hidden_layers": 2, "num_blocks": 2}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "num_key_value_heads": 8}),
+    ("xlstm", {"use_bias": True, "num_hidden_layers": 2, "num_blocks": 2}),
     ("idefics", {"cross_layer_interval": 2, "additional_vocab_size": 8}),
     ("deberta-v2", {"position_biased_input": False}), ("prophetnet", {"num_encoder_layers": 1, "ngram": 3}),
 ]

@@ -126,3 +126,32 @@ def test_ling_lite_as_published():
                  "num_experts_per_tok": 6, "num_shared_experts": 2, "first_k_dense_replace": 0, "use_bias": False,
                  "use_qkv_bias": False, "vocab_size": 126464, "tie_word_embeddings": False}
     assert count(published).total == count("Ling-lite").total == 16_801_974_272
+
+
+def dense(name, d, layers, heads, vocab, **more):
+    return {"model_type": name, "hidden_size": d, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "vocab_size": vocab, "tie_word_embeddings": False, **more}
+
+
+# Elements of the published files, from the keys of the published configs.
+@pytest.mark.parametrize(("published", "total"), [
+    (dense("arctic", 7168, 35, 56, 32000, num_key_value_heads=8, intermediate_size=4864, num_local_experts=128,
+           num_experts_per_tok=2, parallel_attn_mlp_res=True, use_residual=True), 478_584_608_768),
+    (dense("grok-1", 6144, 64, 48, 131072, num_key_value_heads=8, intermediate_size=32768, num_experts=8,
+           num_experts_per_tok=2, tie_word_embeddings=True), 315_684_820_992),
+    (dense("deepseek", 2048, 28, 16, 102400, num_key_value_heads=16, intermediate_size=10944, n_routed_experts=64,
+           moe_intermediate_size=1408, n_shared_experts=2, num_experts_per_tok=6, moe_layer_freq=1,
+           first_k_dense_replace=1), 16_375_728_128),
+    (dense("falcon", 8192, 60, 128, 65024, num_kv_heads=8, new_decoder_architecture=True, bias=False,
+           tie_word_embeddings=True), 41_303_293_952),
+    (dense("gpt_neox", 5120, 36, 40, 50688, intermediate_size=20480), 11_846_072_320),
+    (dense("opt", 1024, 24, 16, 50272, ffn_dim=4096, max_position_embeddings=2048, word_embed_proj_dim=512,
+           do_layer_norm_before=False, tie_word_embeddings=True), 331_196_416),
+    (dense("mistral", 5120, 40, 32, 131072, num_key_value_heads=8, intermediate_size=32768, head_dim=128),
+     23_572_403_200),
+    (dense("phi3", 5120, 40, 40, 32064, num_key_value_heads=10, intermediate_size=17920), 13_960_238_080),
+    (dense("stablelm", 2048, 24, 32, 100352, num_key_value_heads=32, intermediate_size=5632, use_qkv_bias=True),
+     1_644_515_328),
+], ids=lambda v: v["model_type"] if isinstance(v, dict) else "")
+def test_configs_as_published(published, total):
+    assert count(published).total == total
