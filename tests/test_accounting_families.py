@@ -29,9 +29,8 @@ ELSEWHERE = {
 }
 KNOWN = sorted(name for name in CONFIG_MAPPING_NAMES if name in FAMILIES and name not in ELSEWHERE)
 # One of each kind of table, and wrappers, in every run.
-KINDS = ("gemma3_text", "gpt2", "trocr", "bart", "led", "t5gemma", "mamba2", "recurrent_gemma", "rwkv", "bert",
-         "convbert", "luke", "roformer", "xlnet", "modernbert-decoder", "dory", "gemma4_unified_assistant", "minicpm3",
-         "qwen3_vl_moe", "internvl", "kosmos-2", "gemma3", "xlstm")
+KINDS = ("gpt2", "trocr", "led", "bert", "convbert", "roformer", "xlnet", "gemma3", "mamba2", "rwkv",
+         "gemma4_unified_assistant")
 # Text models without a table. Configs of speech, of images alone and of pairs of encoders (CLIP) have none either.
 WITHOUT = ("blip", "embedding_gemma2", "encoder-decoder", "funnel", "mobilebert", "neomme", "perceiver", "pix2struct",
            "reformer", "t5gemma2", "vision-encoder-decoder")
@@ -54,7 +53,7 @@ def test_default_config_equals_live_model(name):
     assert towers <= set(counted.excluded) or count(config).total - head == count(model).total
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in TOWERS}) if ALL else ["qwen3_vl_moe", "internvl"])
+@pytest.mark.parametrize("name", sorted({name for name, _ in TOWERS}) if ALL else ["qwen3_vl_moe"])
 def test_towers_equal_those_of_the_live_model(name):
     """Under the scope `multimodal` a wrapper's config counts what the whole model holds."""
     config = AutoConfig.for_model(name)

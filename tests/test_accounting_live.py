@@ -74,7 +74,13 @@ BRANCHES = [
 ]
 ALL = bool(os.environ.get("MOEFFN_ALL_FAMILIES"))
 FAMILIES = MIXTURES + BRANCHES
-# Building a model takes its time by layers: eight hold a period of every pattern. These need the number they have.
+# Building a model takes its time by layers: eight hold a period of every pattern, four where all layers are alike or
+# the first few differ. AS_DEEP need the number they have.
+FOUR = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3",
+        "deepseek_v32", "ernie4_5_moe", "mistral4", "granitemoe", "granitemoeshared", "granitemoe_swa", "jetmoe",
+        "gpt_oss", "openai_privacy_filter", "llama4_text", "dots1", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite",
+        "phimoe", "minimax_m2", "solar_open", "sarvam_mla", "sarvam_moe", "aria_text", "llama", "falcon", "cohere",
+        "nemotron", "opt", "albert", "persimmon", "stablelm", "deberta-v2", "hunyuan_v1_dense", "doge")
 AS_DEEP = ("deepseek_v4", "gemma3n_text", "gemma4_text", "inkling_text", "inkling2_loop_text", "laguna", "lfm2",
            "lfm2_moe", "minimax_m3_vl_text", "mistral_large4_text", "nemotron_h", "nllb-moe", "switch_transformers",
            "t5", "zamba2", "prophetnet")
@@ -83,8 +89,9 @@ LIVE_TOP_K = {"switch_transformers": 1, "nllb-moe": 2}  # their modules do not s
 
 @pytest.mark.parametrize(("name", "changes"), FAMILIES, ids=lambda v: v if isinstance(v, str) else "")
 def test_config_equals_live_model(name, changes):
-    """At full size with MOEFFN_ALL_FAMILIES=1, with eight layers otherwise."""
-    model, config = whole(name, changes if ALL or name in AS_DEEP else {"num_hidden_layers": 8, **changes})
+    """At full size with MOEFFN_ALL_FAMILIES=1, with four or eight layers otherwise."""
+    layers = {} if ALL or name in AS_DEEP else {"num_hidden_layers": 4 if name in FOUR else 8}
+    model, config = whole(name, {**layers, **changes})
     counted, live = (count(source, convention="vision=no", top_k=LIVE_TOP_K.get(name)) for source in (config, model))
     assert count(model, top_k=LIVE_TOP_K.get(name)).total == sum(p.numel() for p in model.parameters())
     total = counted.total
