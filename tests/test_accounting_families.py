@@ -77,6 +77,7 @@ def test_llama_4_scout_with_its_tower():
 def test_towers_without_a_table_are_refused_under_that_scope():
     with pytest.raises(ValueError, match=r"convention\.scope: no weight table for vision_config of this config"):
         count({**find_preset("Qwen3.5-35B-A3B").config, "model_type": "aria"}, convention="scope=multimodal")
+    assert count("MiniMax-M2", convention="scope=multimodal").total == count("MiniMax-M2").total  # there are none
 
 
 @pytest.mark.parametrize("name", WITHOUT)

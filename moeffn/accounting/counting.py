@@ -214,10 +214,11 @@ def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ..
 
 def _chosen(model: Architecture, convention: Convention, with_mtp: bool) -> Iterator[tuple[Weight, int]]:
     """The weights of the convention's scope, with how many times each is there."""
-    if convention.scope == "multimodal" and model.excluded:
+    beside = [name for name in model.excluded if name.endswith("_config")]
+    if convention.scope == "multimodal" and beside:
         towers = model.towers()
         if towers is None:
-            raise ValueError(f"convention.scope: no weight table for {', '.join(model.excluded)} of this config")
+            raise ValueError(f"convention.scope: no weight table for {', '.join(beside)} of this config")
         yield from ((w, 1) for w in towers)
     if convention.scope != "layers":
         yield from ((w, 1) for w in model.outer if convention.scope != "ffn" or w.part in FFN_PARTS)
@@ -250,7 +251,7 @@ def count_architecture(model: Architecture, convention: Convention, name: str = 
         actives[convention.active], actives["all"], actives["head"], actives["none"],
         tuple(PartCount(part, t, _whole(actives_of[part])) for part, t in totals.items() if t),
         _layers(model, convention), buffers, mtp_total, _whole(mtp_active), model.assumed,
-        () if convention.scope == "multimodal" else model.excluded,
+        tuple(n for n in model.excluded if convention.scope != "multimodal" or not n.endswith("_config")),
     )
 
 
