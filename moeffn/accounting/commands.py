@@ -239,8 +239,10 @@ def plot(found: ClusterPlan, path: Path) -> None:
         for p in line:
             axes.plot(p.ranks, p.tokens_per_s_per_gpu, "o", color=drawn.get_color(),
                       markerfacecolor=drawn.get_color() if p.fits else "none")
+    sizes = sorted({p.ranks for p in found.points})
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(0, 1.2 * max(p.tokens_per_s_per_gpu for p in found.points))  # room for the legend
     axes.set_xlabel("Expert-parallel size (GPUs); hollow: does not fit in memory")
     axes.set_ylabel("Tokens/s per GPU (model, not measured)")
     axes.set_title(f"{found.model} on {found.cluster}")
