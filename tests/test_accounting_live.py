@@ -74,11 +74,13 @@ BRANCHES = [
 ]
 ALL = bool(os.environ.get("MOEFFN_ALL_FAMILIES"))
 # Families whose tables nothing else shares, and near copies of others: with MOEFFN_ALL_FAMILIES=1 alone.
-SELDOM = ("mistral_large4_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "qwen4_exp_text", "beam",
-          "flint", "kolibri1", "muse_spark_text", "axk1", "axk2", "hy_v4", "dots3_note_text", "glm5_next_text",
-          "lara_mini", "mellum", "sarvam_mla", "sarvam_moe", "solar_open", "hy_v3", "openai_privacy_filter", "granitemoe",
-          "granitemoe_swa", "mistral4", "flex_olmo", "zamba2", "qwen3_vl_moe_text", "glm4_moe_lite", "glm_moe_dsa",
-          "falcon", "cohere", "nemotron", "hunyuan_v1_dense", "persimmon", "bamba", "minimax_m3_vl_text")
+SELDOM = (
+    "mistral_large4_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "qwen4_exp_text", "beam", "flint",
+    "kolibri1", "muse_spark_text", "axk1", "axk2", "hy_v4", "dots3_note_text", "glm5_next_text", "lara_mini",
+    "mellum", "sarvam_mla", "sarvam_moe", "solar_open", "hy_v3", "openai_privacy_filter", "granitemoe",
+    "granitemoe_swa", "mistral4", "flex_olmo", "zamba2", "qwen3_vl_moe_text", "glm4_moe_lite", "glm_moe_dsa",
+    "falcon", "cohere", "nemotron", "hunyuan_v1_dense", "persimmon", "bamba", "minimax_m3_vl_text",
+)
 FAMILIES = [case for case in MIXTURES + BRANCHES if ALL or case[0] not in SELDOM]
 # Building a model takes its time by layers: eight hold a period of every pattern, four where all layers are alike or
 # the first few differ. AS_DEEP need the number they have.
