@@ -15,6 +15,7 @@
 #include "plan.h"
 #include "problem.h"
 #include "route.h"
+#include "rows.h"
 #include "scratch.h"
 #include "threads.h"
 
@@ -141,6 +142,25 @@ void run_route(Address logits, int64_t T, int64_t E, int64_t K, int score, bool 
   route(r, ptr<const float>(logits), T, ptr<int32_t>(experts), ptr<float>(weights));
 }
 
+void run_sum_rows(int dtype, int64_t T, int64_t R, int64_t D, Address rows, int64_t S, int64_t row_bytes, Address index,
+                  Address first, int64_t first_bytes, Address y) {
+  RowSum s;
+  s.T = T;
+  s.R = R;
+  s.D = D;
+  s.dtype = dtype_of(dtype);
+  if (s.dtype == DType::f16) throw BadArgument("rows: expected float32 or bfloat16");
+  s.rows = ptr<const char>(rows);
+  s.S = S;
+  s.row_bytes = row_bytes;
+  s.index = ptr<const int32_t>(index);
+  s.first = ptr<const char>(first);
+  s.first_bytes = first_bytes;
+  s.y = ptr<char>(y);
+  nb::gil_scoped_release release;
+  sum_rows(s);
+}
+
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -197,6 +217,7 @@ NB_MODULE(_native, m) {
         nb::arg(), nb::arg(), nb::arg("shared").none() = nb::none(), nb::arg("shared_gate") = 0);
   m.def("plan", &run_plan);
   m.def("route", &run_route);
+  m.def("sum_rows", &run_sum_rows);
   m.def("peak_flops", &peak_flops, nb::arg("pairs"));
   m.def("read_bandwidth", &read_bandwidth, nb::arg("address"), nb::arg("bytes"), nb::arg("runs") = 3);
   m.def("threads", &max_threads);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -16,13 +17,21 @@ class CommandCases(Ranks):
     """The cost model's choice, bench, the example, refusals."""
 
     def case_choice_is_the_cost_model_s(self) -> None:
-        from moeffn.distributed import cost
+        """The cheapest of the table is built, and rank 0 logs the table."""
+        from moeffn.distributed import cost, parallel
 
+        logged: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        parallel.log.addHandler(handler)
+        parallel.log.setLevel(logging.INFO)
         par = parallelize(self.layer(config(E=4 * self.W)), self.mesh, ParallelConfig(tokens=64))
         table = cost.estimate(Placement.chunked(4 * self.W, self.W), tokens=64, d_model=D, top_k=2, dtype=torch.float64)
         built = par.experts.dispatcher
         label = "all_gather" if built.dedup == "all" else f"all_to_all, dedup {built.dedup}"
         assert label == table[0].name
+        parallel.log.removeHandler(handler)
+        assert logged == ([f"dispatcher: {label}\n{cost.describe(table)}"] if self.rank == 0 else [])
 
     def case_bench_counts_the_bytes_it_moves(self) -> None:
         from moeffn.distributed.bench import Block, largest_error
@@ -33,6 +42,7 @@ class CommandCases(Ranks):
             m = block.measure(calls=1)
             assert m.bytes_sent == m.bytes_forward > 0
             assert abs(m.bytes_forward / m.bytes_expected - 1) < 0.15  # one routing of 300 tokens against the mean
+            assert abs(m.destinations / m.destinations_expected - 1) < 0.05
             assert min(m.step, m.forward, m.dispatch, m.experts, m.combine, m.raw, m.exchange_only) > 0
 
     def case_training_example(self) -> None:

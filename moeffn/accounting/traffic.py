@@ -83,11 +83,6 @@ def traffic(num_experts: int, top_k: int, ranks: int, domain: int, *, node_limit
                    to_ranks * (1 - 1 / in_node))
 
 
-def wire_gbs(logical: float, nodes: int) -> float:
-    """Bandwidth on the wire of a published figure that counts the local node too: logical·(N - 1)/N."""
-    return logical * (nodes - 1) / nodes
-
-
 def expert_counts(trace: Iterable[Sequence[int]], num_experts: int) -> list[int]:
     """Slots each expert gets in a routing trace, rows of expert ids (a tensor or array works too); -1 is no expert."""
     counts = [0] * num_experts

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..accounting.traffic import distinct_in_trace
 from ..config import MoEConfig
 from ..functional import moe_ffn
 from ..types import ExpertWeights, Routing
-from .cost import estimate
+from .cost import estimate, expected_destinations
 from .dispatchers import Batch, Dispatcher, Handle, TwoLevel
 from .functional import expert_parallel_ffn, local_experts
 from .parallel import make_dispatcher
@@ -34,6 +35,7 @@ class Measured:
     exchange_only       dispatch, combine and their backwards with experts that do nothing
     raw                 bare all_to_all_single calls of the same bytes and splits, announcements included
     bytes_forward       what the handle says; bytes_sent: what the transport counted; bytes_expected: by D(G)
+    destinations        ranks that a token of rank 0 goes to, its own included: the mean of this routing, and D(G)
     """
 
     dispatcher: str
@@ -50,6 +52,8 @@ class Measured:
     bytes_forward: int
     bytes_sent: int
     bytes_expected: float
+    destinations: float
+    destinations_expected: float
 
     @property
     def overhead_of_step(self) -> float:
@@ -134,6 +138,11 @@ class Block:
                          ranks_per_node=per_node)
         return next(e.bytes for e in table if e.name == self.name)
 
+    def destinations(self) -> float:
+        """Mean number of ranks that a token of this rank goes to."""
+        ranks = [self.placement.owner(e) for e in range(self.config.num_experts)]
+        return distinct_in_trace(self.routing.experts.tolist(), ranks)
+
     def sent(self, handle: Handle) -> int:
         """Bytes of dispatches and combines that the transports have counted so far."""
         transports = {id(h.transport): h.transport for h in handle.hops}
@@ -187,7 +196,9 @@ class Block:
             self.name, self.transport.size, self.tokens,
             **{name: statistics.median(samples) for name, samples in found.items()},
             bytes_forward=batch.handle.bytes_dispatch + batch.handle.bytes_combine, bytes_sent=sent,
-            bytes_expected=self.expected_bytes())
+            bytes_expected=self.expected_bytes(), destinations=self.destinations(),
+            destinations_expected=expected_destinations(
+                self.config.num_experts, self.config.top_k, [len(h) for h in self.placement.experts_of_rank]))
 
 
 def slowest(call: Callable[[], object], device: torch.device) -> float:

@@ -101,3 +101,6 @@ def _show(rows: list[dict[str, Any]]) -> None:
     print("times in ms, of the slowest rank; step: forward + backward; raw: bare collectives of a step's bytes;\n"
           "overhead: (a step's exchanges with idle experts - raw) / step; MB: what leaves rank 0 in a forward,\n"
           "counted, by the handle (must agree) and by D(G), the mean over ranks of uniform routing")
+    last = rows[-1]
+    print(f"a token of rank 0 goes to {last['destinations']:.3f} ranks in this routing, "
+          f"{last['destinations_expected']:.3f} by D(G)")

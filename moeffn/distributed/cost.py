@@ -10,13 +10,13 @@ D(G) is what DeepEP computes for its buffers (elastic buffer, `get_expected_topk
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .. import checks
+from ..accounting.traffic import distinct_of_sizes
 from .payload import RowFormat
 from .placement import Placement
 
@@ -56,7 +56,7 @@ def expected_destinations(num_experts: int, top_k: int, group_sizes: Sequence[in
     if sum(group_sizes) != num_experts or top_k > num_experts:
         raise checks.bad("group_sizes, top_k", f"sizes that sum to E = {num_experts} and top_k <= E",
                          f"{list(group_sizes)}, {top_k}")
-    return sum(1 - math.comb(num_experts - e, top_k) / math.comb(num_experts, top_k) for e in group_sizes)
+    return distinct_of_sizes(group_sizes, top_k)
 
 
 def estimate(placement: Placement, *, tokens: int, d_model: int, top_k: int, dtype: torch.dtype = torch.bfloat16,

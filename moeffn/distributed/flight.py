@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import checks
+from ..backends import rows as compiled
 from ..permutation import sum_dtype
 from .exchange import Hop
 from .payload import RowFormat
@@ -89,16 +90,19 @@ def sum_rows(rows: Tensor, rows_of_token: Tensor, first: Tensor | None, dtype: t
     (T, R), D = rows_of_token.shape, rows.shape[1]
     if rows.shape[0] == 0:
         return rows.new_zeros((T, D), dtype=dtype) if first is None else first.to(dtype)
+    if compiled.can_sum(rows, first, dtype):
+        return compiled.sum_rows(rows, rows_of_token, first)
     wide = sum_dtype(rows)
     out = rows.new_empty((T, D), dtype=dtype)
     index, nothing = rows_of_token.clamp(min=0).long(), rows_of_token[..., None] < 0
+    masked = nothing.any(0).squeeze(1).tolist() if may_read else [True] * R
     block = max(1, _BLOCK_BYTES // (D * wide.itemsize)) if rows.device.type == "cpu" else max(1, T)
     for begin in range(0, T, block):
         part = slice(begin, begin + block)
         total = None if first is None else first[part].to(wide, copy=True)
         for k in range(R):
             term = rows.index_select(0, index[part, k]).to(wide)
-            if not may_read or bool(nothing[part, k].any()):
+            if masked[k]:
                 term.masked_fill_(nothing[part, k], 0.0)
             total = term if total is None else total.add_(term)
         assert total is not None
