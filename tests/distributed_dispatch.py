@@ -13,6 +13,7 @@ from moeffn import Routing
 from moeffn.distributed import (
     AllToAll,
     GroupTransport,
+    MismatchError,
     ParallelConfig,
     Placement,
     balance_replicas,
@@ -63,6 +64,21 @@ class DispatchCases(Ranks):
         d = AllToAll(transport, Placement.balanced(self.W, self.W))
         batch = d.dispatch(x, Routing(ids, ones))
         assert torch.equal(d.combine(batch.x, batch.handle), (x.float() * self.W).bfloat16())
+
+    def case_ranks_that_disagree_are_named(self) -> None:
+        """All ranks see the same announcements, so all stop at the same place, and the group lives."""
+        transport, placement = GroupTransport(deadline=20), Placement.balanced(self.W, self.W)
+        x, ids = self.batches([2])[0], self.put(torch.zeros(2, 1, dtype=torch.int32))
+        routing = Routing(ids, self.put(torch.ones(2, 1)))
+        for _ in range(2):
+            d = AllToAll(transport, placement)
+            d.chunks = 3 if self.rank == 1 else 2
+            try:
+                d.dispatch(x, routing)
+            except MismatchError as error:
+                assert error.ranks == (1,) and "rank 1 has 3, the others 2" in str(error), error
+            else:
+                raise AssertionError("chunks that differ were taken")
 
     def case_all_tokens_to_rank_0_and_an_idle_rank(self) -> None:
         """Rank W-1 has no tokens, only rank 0's first expert gets any: nobody skips a call, zeros are exact."""

@@ -74,6 +74,28 @@ def test_bytes_are_those_of_the_routing(name: str):
     assert moved > 400
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64])
+def test_one_payload_carries_any_dtype(dtype: torch.dtype):
+    """Vector, ids and weights of a token travel in one row of bytes, bit by bit; float8, which gloo refuses, too."""
+    D, C, rows = 5, 3, 4
+    fmt = RowFormat.token(D, dtype, C, torch.float32)
+    assert all(at % 8 == 0 for at in fmt.offsets) and fmt.row_bytes % 16 == 0
+
+    sent = [[torch.randn(rows, D).to(dtype), torch.randint(9, (rows, C), dtype=torch.int32), torch.rand(rows, C)]
+            for _ in range(2)]
+
+    def program(t: LoopbackTransport) -> bool:
+        buffer = fmt.empty(rows, torch.device("cpu"))
+        for i, column in enumerate(sent[t.rank]):
+            fmt.column(buffer, i).copy_(column)
+        came = t.start(buffer, [2, 2], [2, 2], "dispatch").wait()
+        mine = slice(2 * t.rank, 2 * t.rank + 2)
+        want = [torch.cat([sent[r][i][mine].view(torch.uint8) for r in range(2)]) for i in range(3)]
+        return all(torch.equal(fmt.column(came, i).contiguous().view(torch.uint8), want[i]) for i in range(3))
+
+    assert run_loopback(2, program) == [True, True]
+
+
 @pytest.mark.parametrize(("E", "K", "W"), [(16, 2, 4), (30, 4, 8), (64, 6, 16)])  # even, uneven, many ranks
 def test_mean_rows_are_the_expected_destinations(E: int, K: int, W: int):
     """Uniform routing: distinct ranks per token average D(G) within four standard errors."""
