@@ -80,7 +80,8 @@ def exchange_table(path: Path) -> list[str]:
     first = rows[0]
     lines = [f"`{path.name}`: {first['shape']}, {first['dtype']}, forward + backward of {first['tokens_per_rank']} "
              f"tokens on each of {first['ranks']} gloo ranks of one machine, {first['threads_per_rank']} thread each. "
-             "Bare gloo: the same bytes and nothing else; overhead: (exchanges with idle experts - bare gloo) / step.",
+             "Bare gloo: the same bytes and nothing else; overhead: (exchanges with idle experts - bare gloo) / step. "
+             "Local first calls the experts twice.",
              "", "| dispatcher | step ms | exchanges ms | bare gloo ms | overhead | MB sent in forward |",
              "|---|---|---|---|---|---|"]
     for r in rows:
