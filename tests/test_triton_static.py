@@ -41,11 +41,13 @@ def test_nothing_spills(rows):
 
 @pytest.mark.parametrize("family, unit", [("sm80", "mma"), ("sm90", "wgmma"), ("sm100", "tcgen05"), ("gfx9", "mfma")])
 def test_products_use_the_matrix_unit(rows, family, unit):
-    """Few rows per expert too: 64 columns of the matrices take the place of the 64 rows that wgmma and tcgen05 need."""
+    """Those of float32 where the unit multiplies them exactly. Few rows per expert too: 64 columns of the matrices take
+    the place of the 64 rows that wgmma and tcgen05 need."""
     products = [r for r in rows if r["family"] == family and r["kernel"] in ("up", "rows", "dh", "dw")]
-    assert len(products) >= 12
+    assert len(products) >= 30
     for row in products:
-        assert row["matrix_unit"] == unit, row
+        exact = "fp32" in row["variant"] and family != "gfx9"  # NVIDIA's units would round to TF32
+        assert row["matrix_unit"] == ("" if exact else unit), row
 
 
 @pytest.mark.parametrize("family", ["sm90", "sm100"])

@@ -107,7 +107,8 @@ def test_the_estimate_of_shared_memory_covers_what_the_compiler_takes():
             continue
         m, n, k = (int(v) for v in row["tile"].split("x"))
         config = TileConfig(m, n, k, int(row["warps"]), int(row["stages"]), persistent=int(row["persistent"] == "yes"))
-        p = problem("up" if row["kernel"] == "up" else "down", family=row["family"])
+        itemsize = 4 if "fp32" in row["variant"] else 2
+        p = problem("up" if row["kernel"] == "up" else "down", itemsize=itemsize, family=row["family"])
         assert int(row["shared_bytes"]) <= max(shared_memory(config, p) + 1024, m * n * 4), row
         assert int(row["shared_bytes"]) <= SHARED_MEMORY[row["family"]], row
         seen += 1

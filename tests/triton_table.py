@@ -1,8 +1,9 @@
 """Compiles every kernel at every shipped tile, as the backend launches it, and writes tests/data/triton_static.csv.
 
-For bf16 at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per expert, and for the routers
-named below, with no device; on sm_90 and sm_100 also what runs where a layout allows no descriptor (reads "pointers"),
-and the persistent kernels; at the small widths of SPLIT what splits its inner sums; grouping for 4096 experts.
+For bf16, the products for fp32 too, at the Qwen3-30B-A3B widths (D 2048, F 768, E 128, K 8), in each bucket of rows per
+expert, and for the routers named below, with no device; on sm_90 and sm_100 also what runs where a layout allows no
+descriptor (reads "pointers"), and the persistent kernels; at the small widths of SPLIT what splits its inner sums;
+grouping for 4096 experts.
 To write the table anew: PYTHONPATH=. python tests/triton_table.py
 To compile it all with another triton and write nothing: PYTHONPATH=. python tests/triton_table.py --compile-only
 """
@@ -54,13 +55,13 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles, sizes: tuple[int, ...] = (D, F, E, K)
-         ) -> list[Launch]:
+def step(family: str, T: int, pick: Callable[[Problem], TileConfig] = pick_tiles, sizes: tuple[int, ...] = (D, F, E, K),
+         dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """The launches of a training step of T tokens, then of decoding 8 and 1."""
     D, F, E, K = sizes
     backend = TritonBackend(pick, family)
-    weights = ExpertWeights(meta(E, 2 * F, D), meta(E, D, F), meta(E, 2 * F), meta(E, D))
-    x, w = meta(T, D), meta(T, K, dtype=torch.float32)
+    weights = ExpertWeights(*(meta(*shape, dtype=dtype) for shape in ((E, 2 * F, D), (E, D, F), (E, 2 * F), (E, D))))
+    x, w = meta(T, D, dtype=dtype), meta(T, K, dtype=torch.float32)
     with recorded() as launches:
         plan = backend.plan(meta(T, K, dtype=torch.int32), E)
         _, h = backend.forward(x, plan, w, weights, apply_to="output", save=True)
@@ -95,6 +96,9 @@ def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     for T in TOKENS.values():
         for launch in step(family, T):
             found.setdefault((family, *_key(launch)), launch)
+        for launch in step(family, T, dtype=torch.float32):
+            if "PRECISION" in launch.args:
+                found.setdefault((family, *_key(launch, dtype="fp32")), launch)
     for name, config in ROUTERS.items():
         for launch in routing(config, 32768):
             found[(family, *_key(launch, name))] = launch
@@ -113,13 +117,14 @@ def shipped(family: str) -> dict[tuple[str, ...], Launch]:
     return found
 
 
-def _key(launch: Launch, router: str = "") -> tuple[str, ...]:
+def _key(launch: Launch, router: str = "", dtype: str = "") -> tuple[str, ...]:
     a = launch.args
     variant = {"dw": "gather " + ("left" if a.get("GATHER_LEFT") else "right"),
                "rows": "down" if a.get("bias") is not None else "dx",
                "place": "one block" if a.get("SINGLE") else "blocks"}.get(launch.name, router)
     if launch.name in ("count", "place", "schedule") and a["E_PAD"] > 1024:
         variant = f"{variant} {a['E_PAD']} experts".strip()
+    variant = f"{variant} {dtype}".strip()
     sides = ("ROWS", "C") if router else ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SLOTS")
     tile = "x".join(str(a[n]) for n in sides if n in a)
     reads = f"tma {a['READ']}" if a.get("READ", "pointers") != "pointers" else a.get("READ", "")

@@ -143,7 +143,11 @@ _NARROW = {
     ("dw", "medium"): _T(128, 128, 32, 8, 3),
     ("dw", "small"): _T(64, 128, 16, 4, 3),
 }
-_FP32 = {
+_FP32 = {  # where _FP32_OTHERS spills
+    ("up", "large"): _T(64, 64, 16, 8, 3),
+    ("dw", "medium"): _T(64, 64, 16, 4, 3),
+}
+_FP32_OTHERS = {
     "large": _T(64, 64, 16, 4, 3),
     "medium": _T(32, 64, 16, 4, 3),
     "small": _T(16, 32, 32, 4, 3),
@@ -163,7 +167,7 @@ def pick_tiles(problem: Problem) -> TileConfig:
     """The tile for a problem. Deterministic; the answer is legal by `why_illegal`."""
     size = bucket(problem.rows_per_expert)
     if problem.itemsize > 2:
-        config = _FP32[size]
+        config = _FP32.get((problem.kernel, size), _FP32_OTHERS[size])
     else:
         table = _WIDE if problem.family in ("sm90", "sm100") else _NARROW
         config = table["down" if problem.kernel == "dx" else problem.kernel, size]
