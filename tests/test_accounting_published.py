@@ -119,6 +119,18 @@ def test_names_that_vendors_use(name, changes):
     assert (count(given).total, count(given).active) == (count(name).total, count(name).active)
 
 
+def test_laguna_as_published():
+    """Heads and FFN by layer; 33B, 3B of them active."""
+    published = {"model_type": "laguna", "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192,
+                 "num_hidden_layers": 40, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+                 "attention_bias": False, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+                 "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "gating": True,
+                 "sliding_window": 512, "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 10,
+                 "mlp_layer_types": ["dense"] + ["sparse"] * 39, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10}
+    found = count(published)
+    assert (found.total, found.active, found.assumed) == (33_442_617_088, 3_017_135_872, ())
+
+
 def test_ling_lite_as_published():
     """Its config.json names no head width, and a `model_type` that Ling 2.0 shares."""
     published = {"model_type": "bailing_moe", "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
