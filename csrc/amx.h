@@ -6,52 +6,10 @@ namespace MOEFFN_NS {
 static void pack_x(const Part& p, const Block& block, const TileBuffers& buf) {
   const int64_t D = p.w->D, group = kGroup * round_to(D, kStep) * 2;
   for (int64_t m = 0; m < block.rows; m += kGroup) {
-    const bf16* rows[kGroup] = {};
-    for (int64_t i = 0; i < least(kGroup, block.rows - m); ++i) {
-      const int64_t row = block.row + m + i;
-      if (p.x.s1 == 1 && !p.in_scale) {
-        const int64_t slot = p.plan.slot_of_row ? p.plan.slot_of_row[row] : row;
-        rows[i] = static_cast<const bf16*>(p.x.at(slot / p.plan.K));
-      } else {
-        bf16* to = buf.rows + i * row_lanes<PairLane>(D) * 2;
-        gather_row<PairLane, bf16>(p, row, reinterpret_cast<float*>(to), buf.row);
-        rows[i] = to;
-      }
-    }
+    const bf16* rows[kGroup];
+    find_rows<PairLane, bf16>(p, block.row + m, block.rows - m, reinterpret_cast<float*>(buf.rows), buf.row, rows);
     pack_group(rows, D, buf.x + m / kGroup * group);
   }
-}
-
-MOEFFN_INLINE vu pair_bits(vf even, vf odd) {
-  const __m512i lo = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
-  const __m512i hi = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
-  return (vu)_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
-}
-
-// Writes the first `tokens` columns of a (16 x 16) tile of sums as rows of bf16, `n` <= 16 elements each.
-template <class To>
-static void write_columns(const float* sums, int64_t tokens, int64_t n, const To& to) {
-  vf t[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) t[i] = load(sums + i * W);
-  transpose(t);
-  for (int64_t m = 0; m < tokens; ++m) store_upto(to(m), t[m], n);
-}
-
-static void save_h(const Part& p, const Block& block, int64_t m0, int64_t f, int64_t n, const float* gate, const float* up) {
-  const Experts& w = *p.w;
-  const int64_t tokens = least(kGroup, block.rows - m0);
-  bf16* h = static_cast<bf16*>(p.h) + (block.row + m0) * w.in_rows() + f * w.gate_step();
-  if (w.gate_step() == 1) {
-    write_columns(gate, tokens, n, [&](int64_t m) { return h + m * w.in_rows(); });
-    if (w.act.gated) write_columns(up, tokens, n, [&](int64_t m) { return h + w.up_shift() + m * w.in_rows(); });
-    return;
-  }
-  for (int64_t m = 0; m < tokens; ++m)
-    for (int64_t i = 0; i < n; ++i) {
-      put(h + m * w.in_rows() + 2 * i, gate[i * W + m]);
-      put(h + m * w.in_rows() + 2 * i + 1, up[i * W + m]);
-    }
 }
 
 static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n, const TileBuffers& buf) {
@@ -72,15 +30,14 @@ static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f
       store(gate + i * W, load(gate + i * W) + bias_g[i]);
       if (w.act.gated) store(up + i * W, load(up + i * W) + bias_u[i]);
     }
-    if (p.h) save_h(p, block, m0, f, n, gate, up);
+    if (p.h) save_h<bf16>(p, block.row + m0, least(kGroup, block.rows - m0), f, n, gate, up, W);
   }
   for (int64_t i = 0; i < kGroup; i += 2) {
     vf v[2];
     for (int64_t j = 0; j < 2; ++j)
       v[j] = i + j < n ? hidden(w.act, load(gate + (i + j) * W), w.act.gated ? load(up + (i + j) * W) : splat(0.0f))
                        : splat(0.0f);
-    const vu bits = pair_bits(v[0], v[1]);
-    memcpy(to + i / 2 * 64, &bits, 64);
+    store(reinterpret_cast<float*>(to + i / 2 * 64), PairLane::join(v));
   }
   // The sum of the down projection runs to a multiple of 32.
   if (f + kGroup >= w.F && f / kGroup % 2 == 0) memset(to + kGroup * kGroup * 2, 0, kGroup * kGroup * 2);
@@ -119,23 +76,6 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
   tile_product((f1 - f0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, get, finish);
 }
 
-// Two tiles (rows d.., tokens m0..) of the down projection -> out.
-static void finish_out(const Part& p, const Block& block, int64_t m0, int64_t d, int64_t n, const float* sums,
-                       const float* bias) {
-  const int64_t tokens = least(kGroup, block.rows - m0);
-  vf t[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; ++i) t[i] = load(sums + i * W);
-  transpose(t);
-  const vf b = load_upto(bias, n);
-  for (int64_t m = 0; m < tokens; ++m) {
-    const int64_t row = block.row + m0 + m;
-    const int64_t slot = p.plan.slot_of_row ? p.plan.slot_of_row[row] : row;
-    const float scale = p.out_scale ? p.out_scale[slot] : 1.0f;
-    store_upto(reinterpret_cast<bf16*>(p.out) + (slot - p.first_slot) * p.w->D + d, (t[m] + b) * scale, n);
-  }
-}
-
 static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1, Local& local) {
   if (block.rows <= kTileDotLimit) return down_task<PairLane, bf16>(p, block, d0, d1, local);
   const Experts& w = *p.w;
@@ -156,8 +96,8 @@ static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1,
     biased = panel;
     for (int64_t j = 0; j < least(2, groups - g); ++j)
       for (int64_t i = 0; i < 2 && d + i * kGroup < d1; ++i)
-        finish_out(p, block, (g + j) * kGroup, d + i * kGroup, least(kGroup, d1 - d - i * kGroup),
-                   sums + (2 * i + j) * 256, buf.bias + i * kGroup);
+        finish_out<bf16>(p, block.row + (g + j) * kGroup, least(kGroup, block.rows - (g + j) * kGroup), d + i * kGroup,
+                         least(kGroup, d1 - d - i * kGroup), sums + (2 * i + j) * 256, W, buf.bias + i * kGroup);
   };
   tile_product((d1 - d0 + 2 * kGroup - 1) / (2 * kGroup), groups, w.F, block.act, 2 * kGroup, buf.sums, get, finish);
 }
@@ -173,7 +113,7 @@ static int64_t tile_max_rows(const Part& p) {
 }
 
 static size_t tile_local_bytes(const Part& p, int64_t rows) {
-  if (rows <= kTileDotLimit) return local_bytes<PairLane>(p, rows);
+  if (rows <= kTileDotLimit) return local_bytes<PairLane, bf16>(p, rows);
   size_t used = 0;
   carve_tiles(nullptr, rows, p.w->D, p.w->F, &used);
   return used;

@@ -211,20 +211,12 @@ static void tile_product(int64_t panels, int64_t groups, int64_t elems, const ch
     }
 }
 
-// Packs 16 rows (stride in elements; nullptr: zeros) of `elems` elements to B order.
+// Packs 16 rows (nullptr: zeros) of `elems` elements to B order, zeros up to a whole step.
 static void pack_group(const bf16* const* rows, int64_t elems, char* to) {
-  for (int64_t k = 0; k < elems; k += kStep, to += kGroupBytes) {
-    vf block[W];
-    if (elems - k >= kStep) {
-#pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) block[i] = rows[i] ? PairLane::lanes(rows[i] + k) : splat(0.0f);
-    } else {
-      for (int i = 0; i < W; ++i) block[i] = rows[i] ? PairLane::lanes_part(rows[i] + k, elems - k) : splat(0.0f);
-    }
-    transpose(block);
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) store(reinterpret_cast<float*>(to) + i * W, block[i]);
-  }
+  float* b = reinterpret_cast<float*>(to);
+  pack_rows<PairLane>(rows, elems, b, W);
+  const int64_t lanes = lanes_of<PairLane>(elems), padded = round_to(elems, kStep) / 2;
+  memset(b + lanes * W, 0, static_cast<size_t>((padded - lanes) * W) * 4);
 }
 
 }  // namespace MOEFFN_NS

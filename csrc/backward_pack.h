@@ -1,4 +1,4 @@
-// Packing for the backward's products, for one instruction set. Included after vec.h and tiles.h, in their namespace.
+// Packing for the backward's products, for one instruction set. Included after vec.h and lanes.h, in their namespace.
 
 namespace moeffn {
 namespace MOEFFN_NS {

@@ -6,7 +6,7 @@
 #include "vec.h"
 
 #include "act.h"
-#include "tiles.h"
+#include "lanes.h"
 
 #include "backward_act.h"
 #include "backward_pack.h"

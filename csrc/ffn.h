@@ -1,204 +1,118 @@
-// The tasks of the forward pass for one instruction set, over any dtypes. Included after tiles.h and act.h.
+// The tasks of the forward pass for one instruction set, over any dtypes. Included after finish.h.
 //
 // up:   gather rows of x into a tile, multiply by a range of w_in's rows, bias, activation -> act (a tile itself)
 // down: act · a range of w_out's rows, bias -> out
-// Few rows (kDotLimit): dot products straight from the weights as they lie, each byte read once. More: panels of weights
-// are transposed into L2 and multiplied by register blocks.
 
 namespace moeffn {
 namespace MOEFFN_NS {
 
-constexpr int64_t kDotLimit = 8;
-constexpr int64_t kTileBytes = 3 << 20;  // one block of rows where possible: a second one packs the weights again
-
-// Pieces of Local::data; with data == nullptr only their total size is of interest.
-struct Buffers {
-  float* tile;   // (rows, row_lanes(D))
-  float* panel;  // (kLaneBlock, kPanel)
-  float* sums;   // (rows, kPanel)
-  float* bias;   // (kPanel,)
-  void* copies;  // kPanel rows of weights, for weights whose rows are not contiguous
-  float* row;    // (max(D, kPanel),) one row of x as floats
-};
-
-template <class L>
-MOEFFN_INLINE Buffers carve(char* data, int64_t rows, int64_t D, int64_t F, int64_t weight_bytes, bool copies, size_t* used) {
-  int64_t at = 0;
-  auto take = [&](int64_t bytes) {
-    char* p = data ? data + at : nullptr;
-    at += round_to(bytes, 64);
-    return p;
-  };
-  Buffers b;
-  b.tile = reinterpret_cast<float*>(take(rows * row_lanes<L>(D) * 4));
-  b.panel = reinterpret_cast<float*>(take(kLaneBlock * kPanel * 4));
-  b.sums = reinterpret_cast<float*>(take(rows * kPanel * 4));
-  b.bias = reinterpret_cast<float*>(take(kPanel * 4));
-  b.row = reinterpret_cast<float*>(take(round_to(D, W) * 4));
-  b.copies = take(copies ? kPanel * (D > F ? D : F) * weight_bytes : 0);
-  if (used) *used = static_cast<size_t>(at);
-  return b;
-}
-
-// Row r of the block's tile: the token's row of x, scaled first when the routing weights scale the input.
-template <class L, class XT>
-static void gather_row(const Part& p, int64_t row, float* to, float* tmp) {
-  const int64_t D = p.w->D;
-  const int64_t slot = p.plan.slot_of_row ? p.plan.slot_of_row[row] : row;
-  const XT* x = static_cast<const XT*>(p.x.at(slot / p.plan.K));
-  const int64_t step = p.x.s1, lanes = row_lanes<L>(D);
-  using Elem = typename L::Elem;
-  Elem* out = reinterpret_cast<Elem*>(to);
-  const int64_t padded = lanes * L::kPerLane;
-  if (!p.in_scale && step == 1 && sizeof(XT) == sizeof(Elem)) {
-    memcpy(out, x, static_cast<size_t>(D) * sizeof(Elem));  // the tile's own dtype
-  } else {
-    if (step == 1) {
-      for (int64_t d = 0; d < D; d += W) store_upto(tmp + d, load_upto(x + d, D - d), D - d);
-    } else {
-      for (int64_t d = 0; d < D; ++d) tmp[d] = get(x + d * step);
-    }
-    if (p.in_scale) {  // rounded to the dtype of x, as x * weight would be
-      const float w = p.in_scale[slot];
-      XT rounded[W];
-      for (int64_t d = 0; d < D; d += W) {
-        store(rounded, load_upto(tmp + d, D - d) * w);
-        store_upto(tmp + d, load(rounded), D - d);
-      }
-    }
-    for (int64_t d = 0; d < D; d += W) store_upto(out + d, load_upto(tmp + d, D - d), D - d);
-  }
-  memset(out + D, 0, static_cast<size_t>(padded - D) * sizeof(Elem));
-}
-
-template <class L>
-static void gather(const Part& p, const Block& block, const Buffers& buf) {
-  const int64_t stride = row_lanes<L>(p.w->D);
-  with_type(p.x.data, p.x.dtype, [&](auto* x) {
-    using XT = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-    for (int64_t m = 0; m < block.rows; ++m)
-      gather_row<L, XT>(p, block.row + m, buf.tile + m * stride, buf.row);
-  });
-}
-
-MOEFFN_INLINE void fetch_bias(const Array& b, int64_t expert, int64_t first, int64_t step, int64_t n, float* to) {
-  if (!b.data) {
-    for (int64_t i = 0; i < n; ++i) to[i] = 0.0f;
-    return;
-  }
-  with_type(b.data, b.dtype, [&](auto* p) {
-    p += expert * b.s0 + first * b.s1;
-    for (int64_t i = 0; i < n; ++i) to[i] = get(p + i * step * b.s1);
-  });
-}
-
-// One row of sums (gate values g, up values u, n columns from f) -> h and act.
-template <class L, class XT>
-static void finish_up(const Part& p, const Block& block, int64_t m, int64_t f, int64_t n, const float* g, const float* u,
-                      const float* bias_g, const float* bias_u) {
-  const Experts& w = *p.w;
-  using Elem = typename L::Elem;
-  Elem* act = reinterpret_cast<Elem*>(block.act + m * row_lanes<L>(w.F) * 4) + f;
-  XT* h = p.h ? static_cast<XT*>(p.h) + (block.row + m) * w.in_rows() + f * w.gate_step() : nullptr;
-  for (int64_t i = 0; i < n; i += W) {
-    const int64_t left = n - i;
-    const vf gate = load_upto(g + i, left) + load_upto(bias_g + i, left);
-    const vf up = w.act.gated ? load_upto(u + i, left) + load_upto(bias_u + i, left) : splat(0.0f);
-    if (h) {
-      if (w.gate_step() == 1) {
-        store_upto(h + i, gate, left);
-        if (w.act.gated) store_upto(h + w.up_shift() + i, up, left);
-      } else {
-        for (int64_t j = 0; j < least(W, left); ++j) {
-          put(h + 2 * (i + j), gate[j]);
-          put(h + 2 * (i + j) + 1, up[j]);
-        }
-      }
-    }
-    store_upto(act + i, hidden(w.act, gate, up), left);
-  }
-  if (f + n == w.F) {
-    const int64_t padded = row_lanes<L>(w.F) * L::kPerLane;
-    memset(act + n, 0, static_cast<size_t>(padded - w.F) * sizeof(Elem));
-  }
-}
-
-// The product of a tile with up to kPanel weight rows: sums (rows, kPanel). `advance` is the distance in elements to the
-// rows of the next panel, 0 when there is none that can be read where it lies.
+// n rows from element `first`, `lanes` lanes of each, in the kernels' dtype with zeros past their `elems` elements.
 template <class L, class WT>
-static void product(int64_t rows, const float* tile, int64_t elems, const WT* const* weights, int64_t n, int64_t advance,
-                    const Buffers& buf) {
-  const int64_t stride = row_lanes<L>(elems);
-  if (rows <= kDotLimit) {
-    const int64_t quarter = (n + kStreams - 1) / kStreams;
-    float out[kDotLimit * kStreams];
-    for (int64_t i = 0; i < quarter; ++i) {
-      const WT* r[kStreams];
-      for (int s = 0; s < kStreams; ++s) {
-        const int64_t j = s * quarter + i;
-        r[s] = weights[j < n && weights[j] ? j : 0];
-      }
-      dot_rows<L, WT>(rows, tile, stride, r, elems, out);
-      for (int s = 0; s < kStreams; ++s)
-        if (s * quarter + i < n)
-          for (int64_t m = 0; m < rows; ++m) buf.sums[m * kPanel + s * quarter + i] = out[m * kStreams + s];
-    }
-    return;
+static Strip widen(Strip from, int64_t n, int64_t first, int64_t lanes, int64_t elems, float* to) {
+  const int64_t stride = lanes + W, take = least(lanes * L::kPerLane, elems - first);
+  for (int64_t i = 0; i < n; ++i) {
+    const WT* row = reinterpret_cast<const WT*>(from.data + i * from.stride) + first;
+    auto* wide = reinterpret_cast<typename L::Elem*>(to + i * stride);
+    for (int64_t k = 0; k < take; k += W) store_upto(wide + k, load_upto(row + k, take - k), take - k);
+    for (int64_t k = take; k < lanes * L::kPerLane; ++k) put(wide + k, 0.0f);
   }
-  for (int64_t k = 0; k < elems; k += kLaneBlock * L::kPerLane) {
-    const int64_t end = least(elems, k + kLaneBlock * L::kPerLane);
-    pack_panel<L, WT>(weights, kVectors, k, end, buf.panel);
-    Coming coming;
-    if (advance != 0 && n == kPanel) {
-      coming.row = reinterpret_cast<const char* const*>(weights);
-      coming.shift = (end < elems ? end : advance) * static_cast<int64_t>(sizeof(WT));
-      constexpr int kLines = kLaneBlock * L::kPerLane * static_cast<int>(sizeof(WT)) / 64;
-      coming.log_lines = __builtin_ctz(kLines);
-      coming.left = kPanel * kLines;
+  return {reinterpret_cast<const char*>(to), stride * 4};
+}
+
+// The products of a tile with `count` strips of n weight rows each: sums. `advance` is the distance in bytes to the rows
+// of the next chunk, 0 when there is none that can be read where it lies.
+template <class L, class WT>
+static void product(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int count, int64_t n,
+                    int64_t advance, const Buffers& buf) {
+  const int64_t lanes = lanes_of<L>(elems), step = cut.panels ? block_lanes((cut.vectors + cut.panels - 1) / cut.panels) : lanes;
+  const bool in_place = direct<L, WT>(elems);
+  for (int64_t k = 0; cut.panels && k < lanes; k += step) {
+    const int64_t some = least(step, lanes - k);
+    for (int s = 0; s < count; ++s) {
+      const Strip w = in_place ? Strip{strips[s].data + k * 4, strips[s].stride}
+                               : widen<L, WT>(strips[s], n, k * L::kPerLane, some, elems, buf.wide);
+      const char* next = s + 1 < count      ? strips[s + 1].data + k * 4
+                         : k + step < lanes ? strips[0].data + (k + step) * 4
+                         : advance          ? strips[0].data + advance
+                                            : nullptr;
+      for (int64_t p = 0; p < cut.panels; ++p) {
+        const int64_t first = cut.first(p) * W;
+        with_vectors(cut.first(p + 1) - cut.first(p), [&](auto vectors) {
+          constexpr int V = decltype(vectors)::value;
+          strip_product<L, V>(n, w, tile + first * lanes + k * V * W, some, buf.sums + first * kChunk + s * n * V * W, k == 0,
+                              in_place && p == 0, next);
+        });
+      }
     }
-    panel_product<L, kVectors>(rows, tile + k / L::kPerLane, stride, buf.panel, lanes_of<L>(end - k), buf.sums, kPanel,
-                               k == 0, coming);
+  }
+  if (cut.dots == 0) return;
+  const int64_t total = n * count, quarter = (total + kStreams - 1) / kStreams;
+  float out[kDotLimit * kStreams];
+  float* sums = buf.sums + cut.vectors * W * kChunk;
+  for (int64_t i = 0; i < quarter; ++i) {
+    const WT* r[kStreams];
+    for (int s = 0; s < kStreams; ++s) {
+      const int64_t j = s * quarter + i < total ? s * quarter + i : 0;
+      r[s] = reinterpret_cast<const WT*>(strips[j / n].data + j % n * strips[j / n].stride);
+    }
+    dot_rows<L, WT>(cut.dots, tile + dots_at<L>(cut, elems), row_lanes<L>(elems), r, elems, out);
+    for (int s = 0; s < kStreams; ++s)
+      if (s * quarter + i < total)
+        for (int64_t m = 0; m < cut.dots; ++m) sums[m * kChunk + s * quarter + i] = out[m * kStreams + s];
   }
 }
 
-template <class L, class WT>
-static const WT* weight_row(const Array& w, int64_t expert, int64_t row, int64_t elems, WT* copy) {
-  const WT* p = static_cast<const WT*>(w.at(expert, row));
-  if (w.s2 == 1) return p;
-  copy_rows(p, w.s1, w.s2, 1, elems, copy);
-  return copy;
+// Weight rows first, first + step, ... of one expert; n of them are copied when their elements do not lie side by side.
+template <class WT>
+static Strip strip(const Array& w, int64_t expert, int64_t first, int64_t step, int64_t n, int64_t elems, WT* copies) {
+  const WT* from = static_cast<const WT*>(w.at(expert, first));
+  const int64_t size = static_cast<int64_t>(sizeof(WT));
+  if (w.s2 == 1) return {reinterpret_cast<const char*>(from), step * w.s1 * size};
+  copy_rows(from, step * w.s1, w.s2, n, elems, copies);
+  return {reinterpret_cast<const char*>(copies), elems * size};
 }
 
 template <class L, class WT>
 static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, Local& local) {
   const Experts& w = *p.w;
-  const Buffers buf = carve<L>(local.data, block.rows, w.D, w.F, sizeof(WT), w.w_in.s2 != 1 || w.w_out.s2 != 1, nullptr);
+  const Cut cut = cut_rows(block.rows);
+  const Buffers buf = carve<L, WT>(local.data, cut, w, nullptr);
   if (local.tile_of != &block) {
-    gather<L>(p, block, buf);
+    gather<L>(p, block, cut, buf);
     local.tile_of = &block;
   }
-  const int64_t span = w.act.gated ? kPanel / 2 : kPanel;  // hidden units in a panel
+  const int64_t count = w.act.gated ? 2 : 1, span = kChunk / count, step = w.gate_step();  // span: hidden units at a time
+  const int64_t lanes = lanes_of<L>(w.F), stride = row_lanes<L>(w.F);
+  float* act = reinterpret_cast<float*>(block.act);
   for (int64_t f = f0; f < f1; f += span) {
     const int64_t n = least(span, f1 - f);
-    const WT* rows[kPanel] = {};
     WT* copies = static_cast<WT*>(buf.copies);
-    // Gates fill the first `half` columns, ups the next: with few columns they still lie next to each other.
-    const int64_t half = block.rows <= kDotLimit ? n : span;
-    for (int64_t i = 0; i < n; ++i) {
-      rows[i] = weight_row<L, WT>(w.w_in, block.expert, (f + i) * w.gate_step(), w.D, copies + i * w.D);
-      if (w.act.gated)
-        rows[half + i] = weight_row<L, WT>(w.w_in, block.expert, (f + i) * w.gate_step() + w.up_shift(), w.D,
-                                           copies + (half + i) * w.D);
+    Strip strips[2];
+    if (w.interleaved && w.act.gated) {  // gates and ups lie side by side: one copy of both
+      const Strip both = strip(w.w_in, block.expert, 2 * f, 1, 2 * n, w.D, copies);
+      for (int s = 0; s < 2; ++s) strips[s] = {both.data + s * both.stride, 2 * both.stride};
+    } else {
+      strips[0] = strip(w.w_in, block.expert, f, 1, n, w.D, copies);
+      if (w.act.gated) strips[1] = strip(w.w_in, block.expert, w.F + f, 1, n, w.D, copies + n * w.D);
     }
-    product<L, WT>(block.rows, buf.tile, w.D, rows, w.act.gated ? half + n : n,
-                   w.w_in.s2 == 1 && f + span < f1 ? span * w.gate_step() * w.w_in.s1 : 0, buf);
-    fetch_bias(w.b_in, block.expert, f * w.gate_step(), w.gate_step(), n, buf.bias);
-    if (w.act.gated)
-      fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, buf.bias + span);
+    product<L, WT>(cut, buf.tile, w.D, strips, static_cast<int>(count), n,
+                   w.w_in.s2 == 1 && f + span < f1 ? n * strips[0].stride : 0, buf);
+    fetch_bias(w.b_in, block.expert, f * step, step, n, buf.bias);
+    if (w.act.gated) fetch_bias(w.b_in, block.expert, f * step + w.up_shift(), step, n, buf.bias + n);
     with_type(p.x.data, p.x.dtype, [&](auto* x) {
       using XT = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-      for (int64_t m = 0; m < block.rows; ++m)
-        finish_up<L, XT>(p, block, m, f, n, buf.sums + m * kPanel, buf.sums + m * kPanel + half, buf.bias, buf.bias + span);
+      for (int64_t i = 0; i < cut.panels; ++i)
+        for (int64_t first = cut.first(i), pitch = (cut.first(i + 1) - first) * W, at = 0; at < pitch; at += W) {
+          float* gate = buf.sums + first * W * kChunk + at;
+          const int64_t m = first * W + at;
+          finish_up<L, XT>(p, block.row + m, least(W, block.rows - m), f, n, gate, gate + n * pitch, pitch, buf.bias,
+                           act + first * W * lanes + f / L::kPerLane * pitch + at);
+        }
+      for (int64_t m = 0; m < cut.dots; ++m) {
+        const float* sums = buf.sums + (cut.vectors * W + m) * kChunk;
+        finish_up_row<L, XT>(p, block.row + cut.vectors * W + m, f, n, sums, sums + n, buf.bias,
+                             act + dots_at<L>(cut, w.F) + m * stride);
+      }
     });
   }
 }
@@ -206,25 +120,28 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
 template <class L, class WT>
 static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1, Local& local) {
   const Experts& w = *p.w;
-  const Buffers buf = carve<L>(local.data, block.rows, w.D, w.F, sizeof(WT), w.w_in.s2 != 1 || w.w_out.s2 != 1, nullptr);
-  for (int64_t d = d0; d < d1; d += kPanel) {
-    const int64_t n = least(kPanel, d1 - d);
-    const WT* rows[kPanel] = {};
-    for (int64_t i = 0; i < n; ++i)
-      rows[i] = weight_row<L, WT>(w.w_out, block.expert, d + i, w.F, static_cast<WT*>(buf.copies) + i * w.F);
-    product<L, WT>(block.rows, reinterpret_cast<const float*>(block.act), w.F, rows, n,
-                   w.w_out.s2 == 1 && d + kPanel < d1 ? kPanel * w.w_out.s1 : 0, buf);
+  const Cut cut = cut_rows(block.rows);
+  const Buffers buf = carve<L, WT>(local.data, cut, w, nullptr);
+  for (int64_t d = d0; d < d1; d += kChunk) {
+    const int64_t n = least(kChunk, d1 - d);
+    const Strip rows = strip(w.w_out, block.expert, d, 1, n, w.F, static_cast<WT*>(buf.copies));
+    product<L, WT>(cut, reinterpret_cast<const float*>(block.act), w.F, &rows, 1, n,
+                   w.w_out.s2 == 1 && d + kChunk < d1 ? n * rows.stride : 0, buf);
     fetch_bias(w.b_out, block.expert, d, 1, n, buf.bias);
     with_type(p.out, p.x.dtype, [&](auto* x) {
       using XT = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-      for (int64_t m = 0; m < block.rows; ++m) {
-        const int64_t slot = p.plan.slot_of_row ? p.plan.slot_of_row[block.row + m] : block.row + m;
+      for (int64_t i = 0; i < cut.panels; ++i)
+        for (int64_t first = cut.first(i), pitch = (cut.first(i + 1) - first) * W, at = 0; at < pitch; at += W) {
+          const int64_t m = first * W + at;
+          finish_out<XT>(p, block.row + m, least(W, block.rows - m), d, n, buf.sums + first * W * kChunk + at, pitch, buf.bias);
+        }
+      for (int64_t m = 0; m < cut.dots; ++m) {
+        const float* sums = buf.sums + (cut.vectors * W + m) * kChunk;
+        const int64_t slot = slot_of(p, block.row + cut.vectors * W + m);
         XT* out = reinterpret_cast<XT*>(p.out) + (slot - p.first_slot) * w.D + d;
         const float scale = p.out_scale ? p.out_scale[slot] : 1.0f;
-        for (int64_t i = 0; i < n; i += W) {
-          const vf v = load_upto(buf.sums + m * kPanel + i, n - i) + load_upto(buf.bias + i, n - i);
-          store_upto(out + i, v * scale, n - i);
-        }
+        for (int64_t i = 0; i < n; i += W)
+          store_upto(out + i, (load_upto(sums + i, n - i) + load_upto(buf.bias + i, n - i)) * scale, n - i);
       }
     });
   }
@@ -265,24 +182,24 @@ static void combine_task(const Sum& s, int64_t t0, int64_t t1) {
 
 template <class L>
 static int64_t act_bytes(const Part& p, int64_t rows) {
-  return rows * row_lanes<L>(p.w->F) * 4;
+  return tile_floats<L>(cut_rows(rows), p.w->F) * 4;
 }
 template <class L>
 static int64_t max_rows(const Part& p) {
   const int64_t n = kTileBytes / (row_lanes<L>(p.w->D) * 4);
   return n < kDotLimit ? kDotLimit : least(n, 512);
 }
-template <class L>
+template <class L, class WT>
 static size_t local_bytes(const Part& p, int64_t rows) {
   size_t used = 0;
-  carve<L>(nullptr, rows, p.w->D, p.w->F, size_of(p.w->w_in.dtype), p.w->w_in.s2 != 1 || p.w->w_out.s2 != 1, &used);
+  carve<L, WT>(nullptr, cut_rows(rows), *p.w, &used);
   return used;
 }
 
 template <class L, class WT>
 static const Kernels* table(const char* name) {
-  static const Kernels k = {act_bytes<L>,     max_rows<L>,  local_bytes<L>, up_task<L, WT>,
-                            down_task<L, WT>, combine_task, kPanel,         name};
+  static const Kernels k = {act_bytes<L>,     max_rows<L>,  local_bytes<L, WT>, up_task<L, WT>,
+                            down_task<L, WT>, combine_task, kChunk,             name};
   return &k;
 }
 

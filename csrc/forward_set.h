@@ -6,7 +6,13 @@
 #include "vec.h"
 
 #include "act.h"
-#include "tiles.h"
+#include "lanes.h"
+
+#include "products.h"
+
+#include "tile.h"
+
+#include "finish.h"
 
 #include "ffn.h"
 #include "probe.h"

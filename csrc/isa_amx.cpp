@@ -34,7 +34,7 @@ const Probe* probe_amx() {
 const Kernels* kernels_amx(DType x, DType w) {
   using namespace amx;
   if (x != DType::bf16 || w != DType::bf16) return float_table(w, "avx512");
-  static const Kernels k = {tile_act_bytes, tile_max_rows, tile_local_bytes, tile_up, tile_down, combine_task, kPanel, "amx"};
+  static const Kernels k = {tile_act_bytes, tile_max_rows, tile_local_bytes, tile_up, tile_down, combine_task, kChunk, "amx"};
   return &k;
 }
 

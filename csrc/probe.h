@@ -1,5 +1,5 @@
 // What the machine can do at most, for one instruction set: the ceilings that benchmarks divide by. Included after
-// tiles.h, in the same namespace.
+// lanes.h, in the same namespace.
 
 namespace moeffn {
 namespace MOEFFN_NS {

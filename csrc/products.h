@@ -1,0 +1,194 @@
+// The inner products, for one instruction set: register-blocked kernels that broadcast the weights as they lie, and dot
+// products for few rows. Included after lanes.h, in the same namespace.
+//
+// Products are taken transposed: C (weight rows x tokens) += W (weight rows x lanes) · panel (lanes x tokens). A vector
+// holds one lane of W tokens, a lane of a weight row is broadcast from memory, and so row-major weights need no packed
+// copy; only the tokens, far fewer, are turned into panels.
+
+namespace moeffn {
+namespace MOEFFN_NS {
+
+#if MOEFFN_WIDTH == 16
+constexpr int kVectors = 4;       // of tokens in a panel, at most
+constexpr int kAccumulators = 24;
+#elif defined(__AVX2__)
+constexpr int kVectors = 2;
+constexpr int kAccumulators = 12;
+#else
+constexpr int kVectors = 2;
+constexpr int kAccumulators = 8;
+#endif
+constexpr int kDotRows = 6;    // tokens at once in the dot form
+constexpr int kStreams = 4;    // weight rows read at once by the dot form
+constexpr int kChunk = 64;     // weight rows multiplied before their sums are used
+constexpr int64_t kPanelBytes = 24 << 10;  // of a panel, in use at a time: stays in L1 beside the weights that pass
+
+// Weight rows whose sums fill the registers, beside a panel of so many vectors.
+constexpr int group_rows(int vectors) { return kAccumulators / vectors < 16 ? kAccumulators / vectors : 16; }
+// Lanes summed in registers, and taken of a panel at a time.
+constexpr int64_t block_lanes(int64_t vectors) { return kPanelBytes / (vectors * W * 4) / 16 * 16; }
+
+// Bytes that the dot form asks for ahead in each stream. On processors with AMX 2 KiB bring decoding from 26 to 30 GB/s
+// (10 to 18 % off T = 1 and 4); on Zen 4 any distance costs 3 to 15 %.
+#ifndef MOEFFN_STREAM_AHEAD
+#define MOEFFN_STREAM_AHEAD 0
+#endif
+constexpr int64_t kStreamAhead = MOEFFN_STREAM_AHEAD;
+
+// Weight rows that lie `stride` bytes apart.
+struct Strip {
+  const char* data;
+  int64_t stride;
+};
+
+MOEFFN_INLINE vf broadcast(const char* p) {
+  float lane;
+  memcpy(&lane, p, sizeof lane);
+  return splat(lane);
+}
+
+// c (M, V*W) (+)= M weight rows · panel (lanes, V*W). Asks for the lines of the rows `ahead` bytes away; 0: for none.
+template <class L, int M, int V>
+__attribute__((noinline)) static void block_kernel(Strip w, const float* panel, int64_t lanes, float* c, bool first, int64_t ahead) {
+  constexpr int kBases = (M + 3) / 4;  // four rows are addressed from one register: base + {0, 1, 2, 3} strides
+  vf acc[M][V];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) acc[m][v] = splat(0.0f);
+  const char* base[kBases];
+#pragma GCC unroll 4
+  for (int i = 0; i < kBases; ++i) base[i] = w.data + 4 * i * w.stride;
+  const int64_t at[4] = {0, w.stride, 2 * w.stride, 3 * w.stride};
+  for (int64_t k = 0; k < lanes; k += 16) {
+    if (ahead != 0) {
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) __builtin_prefetch(base[m / 4] + at[m % 4] + ahead);
+    }
+    for (int64_t i = least(16, lanes - k); i > 0; --i) {
+      vf b[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) b[v] = load(panel + v * W);
+      panel += V * W;
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        const vf a = broadcast(base[m / 4] + at[m % 4]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) acc[m][v] = L::mac(a, b[v], acc[m][v]);
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < kBases; ++j) base[j] += 4;
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      float* to = c + (m * V + v) * W;
+      store(to, first ? acc[m][v] : load(to) + acc[m][v]);
+    }
+}
+
+template <class L, int V, int M = group_rows(V)>
+static void block_rows(int64_t rows, Strip w, const float* panel, int64_t lanes, float* c, bool first, int64_t ahead) {
+  if constexpr (M > 1) {
+    if (rows < M) return block_rows<L, V, M - 1>(rows, w, panel, lanes, c, first, ahead);
+  }
+  block_kernel<L, M, V>(w, panel, lanes, c, first, ahead);
+}
+
+// c (n, V*W) (+)= n weight rows · panel, in balanced groups of rows. `ask`: while one group multiplies, the next is
+// fetched; after the last one the rows at `next`, unless nullptr.
+template <class L, int V>
+static void strip_product(int64_t n, Strip w, const float* panel, int64_t lanes, float* c, bool first, bool ask,
+                          const char* next) {
+  const int64_t groups = (n + group_rows(V) - 1) / group_rows(V);
+  for (int64_t g = 0, r = 0; g < groups; ++g) {
+    const int64_t rows = n * (g + 1) / groups - r;
+    const char* from = w.data + r * w.stride;
+    const int64_t ahead = !ask ? 0 : g + 1 < groups ? rows * w.stride : next ? next - from : 0;
+    block_rows<L, V>(rows, {from, w.stride}, panel, lanes, c + r * V * W, first, ahead);
+    r += rows;
+  }
+}
+
+// Calls f with a compile-time number of vectors.
+template <int V = kVectors, class Fn>
+MOEFFN_INLINE void with_vectors(int64_t vectors, const Fn& f) {
+  if constexpr (V > 1) {
+    if (vectors < V) return with_vectors<V - 1>(vectors, f);
+  }
+  f(std::integral_constant<int, V>());
+}
+
+// The sums of four vectors.
+MOEFFN_INLINE void sum4(const vf (&v)[4], float* out) {
+#if MOEFFN_WIDTH == 16
+  auto pairs = [](vf a, vf b) {  // per 128 bits: a0 + a2, b0 + b2, a1 + a3, b1 + b3
+    return (vf)_mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  };
+  const __m512 x = (__m512)pairs(v[0], v[1]), y = (__m512)pairs(v[2], v[3]);
+  const __m512 z = _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x44), _mm512_shuffle_ps(x, y, 0xee));
+  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(z), _mm512_extractf32x8_ps(z, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum(v[i]);
+#endif
+}
+
+// out[m][s] = tile row m · weight row s, for kStreams weight rows walked side by side.
+template <class L, class WT, int M>
+static void dot_kernel(const float* tile, int64_t stride, const WT* const* rows, int64_t elems, float* out) {
+  vf acc[M][kStreams];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int s = 0; s < kStreams; ++s) acc[m][s] = splat(0.0f);
+  const WT *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
+  const int64_t step = W * L::kPerLane, full = elems / step * step;
+  const float* x = tile;
+  for (int64_t k = 0; k < full; k += step, x += W) {
+    const vf w[kStreams] = {L::lanes(r0 + k), L::lanes(r1 + k), L::lanes(r2 + k), L::lanes(r3 + k)};
+    if constexpr (kStreamAhead > 0)
+      for (const WT* r : {r0, r1, r2, r3}) __builtin_prefetch(reinterpret_cast<const char*>(r + k) + kStreamAhead);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf a = load(x + m * stride);
+#pragma GCC unroll 4
+      for (int s = 0; s < kStreams; ++s) acc[m][s] = L::mac(a, w[s], acc[m][s]);
+    }
+  }
+  if (full < elems) {
+    const int64_t n = elems - full;
+    const vf w[kStreams] = {L::lanes_part(r0 + full, n), L::lanes_part(r1 + full, n), L::lanes_part(r2 + full, n),
+                            L::lanes_part(r3 + full, n)};
+    for (int m = 0; m < M; ++m) {
+      const vf a = load(x + m * stride);
+      for (int s = 0; s < kStreams; ++s) acc[m][s] = L::mac(a, w[s], acc[m][s]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) sum4(acc[m], out + m * kStreams);
+}
+
+template <class L, class WT, int M = kDotRows>
+static void dot_some(int64_t rows, const float* tile, int64_t stride, const WT* const* weights, int64_t elems, float* out) {
+  if constexpr (M > 1) {
+    if (rows < M) return dot_some<L, WT, M - 1>(rows, tile, stride, weights, elems, out);
+  }
+  dot_kernel<L, WT, M>(tile, stride, weights, elems, out);
+}
+
+// out (rows, kStreams) = tile · the kStreams weight rows. The second pass over the rows finds the weights in L1.
+template <class L, class WT>
+static void dot_rows(int64_t rows, const float* tile, int64_t stride, const WT* const* weights, int64_t elems, float* out) {
+  const int64_t passes = (rows + kDotRows - 1) / kDotRows;
+  for (int64_t i = 0, m = 0; i < passes; ++i) {
+    const int64_t n = rows * (i + 1) / passes - m;
+    dot_some<L, WT>(n, tile + m * stride, stride, weights, elems, out + m * kStreams);
+    m += n;
+  }
+}
+
+}  // namespace MOEFFN_NS
+}  // namespace moeffn
