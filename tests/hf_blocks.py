@@ -117,3 +117,14 @@ def build(row: families.Family, dtype: torch.dtype = torch.float32, **extra) -> 
                 scale = 0.1 if "bias" in name else 0.3
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
     return block.to(dtype).eval()
+
+
+def call(block, row, x):
+    """The block's outputs as a tuple, with what else its forward asks for."""
+    extra = {}
+    if row.family == "vitpose_backbone":
+        extra["indices"] = torch.arange(x.shape[0])
+    if row.family == "ernie4_5_vl_moe":
+        extra["moe_mm_token_type_ids"] = (torch.arange(x.shape[1]) % 3 == 0).int().expand(x.shape[:2])
+    out = block(x, **extra)
+    return out if isinstance(out, tuple) else (out,)

@@ -414,6 +414,10 @@ BAD = {
     "offsets: expected shape": lambda p, r, e: moeffn.expert_ffn(p["x"], torch.tensor([0, 1]), e),
     "offsets: expected values that rise": lambda p, r, e: moeffn.expert_ffn(
         p["x"], torch.tensor([0, 3, 2, 4, 5, 6]), e),
+    "offsets: expected values that rise from 0": lambda p, r, e: moeffn.expert_ffn(
+        p["x"], torch.tensor([1, 3, 4, 4, 5, 6]), e),
+    "offsets: expected values that rise from 0 to at most R = 13": lambda p, r, e: moeffn.expert_ffn(
+        p["x"], torch.tensor([0, 3, 4, 4, 5, 14]), e),
     "grad_buffers.w_in: expected shape": lambda p, r, e: moeffn.moe_ffn(
         p["x"], r, e, grad_buffers=Grads(w_in=p["w_out"])),
 }

@@ -8,7 +8,7 @@ import pickle
 import hf_blocks
 import pytest
 import torch
-from test_integrations_families import call, relative
+from hf_golden import relative
 from torch import nn
 
 from moeffn.integrations import families
@@ -38,7 +38,7 @@ def exchange(block, act):
 
 def output(block, row):
     x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)).double()
-    return call(block, row, x)[0].detach()
+    return hf_blocks.call(block, row, x)[0].detach()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.adapter}-{row.family}")
