@@ -13,7 +13,8 @@ from moeffn.integrations import families
 from moeffn.integrations.transformers import replace_ffn, unsupported
 
 ROWS = hf_blocks.rows()
-NOT_FLOAT64 = {"inkling2", "inkling2_loop"}  # their own code mixes float32 into float64 and fails
+NOT_FLOAT64 = {"inkling2", "inkling2_loop"}  # their own code mixes float32 into other dtypes and fails
+FLIPS = {"zaya"}  # with its router in bfloat16 nearly every choice of experts is another: compared by recorded blocks
 NAMES = lambda row: row.block or row.family  # noqa: E731
 
 
@@ -59,15 +60,13 @@ def test_float64(row):
     agree(own, got, 1e-6 if row.family in FLOAT32_INSIDE else 1e-11)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@pytest.mark.parametrize("row", [r for r in ROWS if r.family not in NOT_FLOAT64 | FLIPS], ids=NAMES)
 def test_bfloat16_within_twice_the_error_of_the_block_itself(row):
     _, own, got = both(row, torch.bfloat16)
-    exact = copy.deepcopy(hf_blocks.build(row, torch.bfloat16)).to(
-        torch.float32 if row.family in NOT_FLOAT64 else torch.float64)
-    wide = next(exact.parameters()).dtype
-    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)).bfloat16().to(wide).requires_grad_()
+    exact = hf_blocks.build(row, torch.bfloat16).double()
+    x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1)).bfloat16().double().requires_grad_()
     out = hf_blocks.call(exact, row, x * 1)[0]
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(wide))
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().double())
     want, plain, mine = (t.flatten(0, -2) for t in (out, own[0][0], got[0][0]))
     # tokens whose choice of experts flips in bfloat16 differ by more than rounding, in the block itself as well
     same = (plain.double() - want.double()).norm(dim=1) < 0.1 * want.double().norm(dim=1)
