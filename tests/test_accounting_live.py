@@ -75,6 +75,7 @@ BRANCHES = [
 ALL = bool(os.environ.get("MOEFFN_ALL_FAMILIES"))
 # Families whose tables nothing else shares, and near copies of others: with MOEFFN_ALL_FAMILIES=1 alone.
 SELDOM = (
+    "exaone_moe", "bailing_hybrid", "laguna", "glm4v_moe_text", "aria_text", "granitemoeshared", "deberta-v2",
     "mistral_large4_text", "inkling_text", "inkling2_text", "inkling2_loop_text", "qwen4_exp_text", "beam", "flint",
     "kolibri1", "muse_spark_text", "axk1", "axk2", "hy_v4", "dots3_note_text", "glm5_next_text", "lara_mini",
     "mellum", "sarvam_mla", "sarvam_moe", "solar_open", "hy_v3", "openai_privacy_filter", "granitemoe",
