@@ -47,59 +47,69 @@ static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f
 static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, Local& local) {
   if (block.rows <= kTileDotLimit) return up_task<PairLane, bf16>(p, block, f0, f1, local);
   const Experts& w = *p.w;
-  const TileBuffers buf = carve_tiles(local.data, block.rows, w.D, w.F, nullptr);
+  const TileBuffers buf = carve_tiles(local.data, block.rows, w, nullptr);
   if (local.tile_of != &block) {
     pack_x(p, block, buf);
     local.tile_of = &block;
   }
   const UseTiles tiles;
   const int64_t groups = (block.rows + kGroup - 1) / kGroup;
-  const int64_t step = w.gate_step(), span = w.act.gated ? kGroup : 2 * kGroup;
-  int64_t biased = -1;
-  auto get = [&](int64_t panel, Rows16* a) {
-    const int64_t f = f0 + panel * span, left = f1 - f;
-    a[0] = rows16(w.w_in, block.expert, f * step, step, least(kGroup, left), w.D, 0, buf);
-    const int64_t second = left > kGroup ? least(kGroup, left - kGroup) : 0;
-    a[1] = w.act.gated ? rows16(w.w_in, block.expert, f * step + w.up_shift(), step, least(kGroup, left), w.D, 1, buf)
-                       : rows16(w.w_in, block.expert, second ? f + kGroup : f, 1, second, w.D, 1, buf);
-  };
-  auto finish = [&](int64_t panel, int64_t g, float* sums) {
-    const int64_t f = f0 + panel * span;
-    if (biased != panel) fetch_biases(p, block, f, least(span, f1 - f), buf);
-    biased = panel;
-    for (int64_t j = 0; j < least(2, groups - g); ++j)
-      for (int64_t i = 0; i < (w.act.gated ? 1 : 2); ++i)
-        if (f + i * kGroup < f1)
-          finish_tile(p, block, (g + j) * kGroup, f + i * kGroup, least(kGroup, f1 - f - i * kGroup),
-                      sums + (2 * i + j) * 256, sums + (2 + j) * 256, buf.bias + i * kGroup, buf.bias + 32 + i * kGroup);
-  };
-  tile_product((f1 - f0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, get, finish);
+  const int64_t span = w.act.gated ? kGroup : 2 * kGroup;
+  const int64_t chunk = w.w_in.s2 == 1 ? f1 - f0 : kChunk / 2;  // as many rows as can be copied
+  for (int64_t c0 = f0, c1 = f0; c0 < f1; c0 = c1) {
+    c1 = least(f1, c0 + chunk);
+    Strip strips[2];
+    up_strips(w, block.expert, c0, c1 - c0, buf.copies, strips);
+    int64_t biased = -1;
+    auto get = [&](int64_t panel, Rows16* a) {
+      const int64_t at = panel * span, left = c1 - c0 - at;
+      a[0] = rows16(strips[0], at, least(kGroup, left), w.D, 0, buf);
+      const int64_t second = left > kGroup ? least(kGroup, left - kGroup) : 0;
+      a[1] = w.act.gated ? rows16(strips[1], at, least(kGroup, left), w.D, 1, buf)
+                         : rows16(strips[0], second ? at + kGroup : at, second, w.D, 1, buf);
+    };
+    auto finish = [&](int64_t panel, int64_t g, float* sums) {
+      const int64_t f = c0 + panel * span;
+      if (biased != panel) fetch_biases(p, block, f, least(span, c1 - f), buf);
+      biased = panel;
+      for (int64_t j = 0; j < least(2, groups - g); ++j)
+        for (int64_t i = 0; i < (w.act.gated ? 1 : 2); ++i)
+          if (f + i * kGroup < c1)
+            finish_tile(p, block, (g + j) * kGroup, f + i * kGroup, least(kGroup, c1 - f - i * kGroup),
+                        sums + (2 * i + j) * 256, sums + (2 + j) * 256, buf.bias + i * kGroup, buf.bias + 32 + i * kGroup);
+    };
+    tile_product((c1 - c0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, get, finish);
+  }
 }
 
 static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1, Local& local) {
   if (block.rows <= kTileDotLimit) return down_task<PairLane, bf16>(p, block, d0, d1, local);
   const Experts& w = *p.w;
-  const TileBuffers buf = carve_tiles(local.data, block.rows, w.D, w.F, nullptr);
+  const TileBuffers buf = carve_tiles(local.data, block.rows, w, nullptr);
   const UseTiles tiles;
   const int64_t groups = (block.rows + kGroup - 1) / kGroup;
-  auto tile = [&](int64_t d, int index) {
-    const int64_t left = d1 - d, count = left < 0 ? 0 : least(kGroup, left);
-    return rows16(w.w_out, block.expert, count ? d : d0, 1, count, w.F, index, buf);
-  };
-  int64_t biased = -1;
-  auto get = [&](int64_t panel, Rows16* a) {
-    for (int i = 0; i < 2; ++i) a[i] = tile(d0 + (2 * panel + i) * kGroup, i);
-  };
-  auto finish = [&](int64_t panel, int64_t g, float* sums) {
-    const int64_t d = d0 + 2 * panel * kGroup;
-    if (biased != panel) fetch_bias(w.b_out, block.expert, d, 1, least(2 * kGroup, d1 - d), buf.bias);
-    biased = panel;
-    for (int64_t j = 0; j < least(2, groups - g); ++j)
-      for (int64_t i = 0; i < 2 && d + i * kGroup < d1; ++i)
-        finish_out<bf16>(p, block.row + (g + j) * kGroup, least(kGroup, block.rows - (g + j) * kGroup), d + i * kGroup,
-                         least(kGroup, d1 - d - i * kGroup), sums + (2 * i + j) * 256, W, buf.bias + i * kGroup);
-  };
-  tile_product((d1 - d0 + 2 * kGroup - 1) / (2 * kGroup), groups, w.F, block.act, 2 * kGroup, buf.sums, get, finish);
+  const int64_t chunk = w.w_out.s2 == 1 ? d1 - d0 : kChunk;
+  for (int64_t c0 = d0, c1 = d0; c0 < d1; c0 = c1) {
+    c1 = least(d1, c0 + chunk);
+    const Strip rows = strip(w.w_out, block.expert, c0, c1 - c0, w.F, buf.copies);
+    int64_t biased = -1;
+    auto get = [&](int64_t panel, Rows16* a) {
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = (2 * panel + i) * kGroup, left = c1 - c0 - at;
+        a[i] = rows16(rows, left > 0 ? at : 0, left > 0 ? least(kGroup, left) : 0, w.F, i, buf);
+      }
+    };
+    auto finish = [&](int64_t panel, int64_t g, float* sums) {
+      const int64_t d = c0 + 2 * panel * kGroup;
+      if (biased != panel) fetch_bias(w.b_out, block.expert, d, 1, least(2 * kGroup, c1 - d), buf.bias);
+      biased = panel;
+      for (int64_t j = 0; j < least(2, groups - g); ++j)
+        for (int64_t i = 0; i < 2 && d + i * kGroup < c1; ++i)
+          finish_out<bf16>(p, block.row + (g + j) * kGroup, least(kGroup, block.rows - (g + j) * kGroup), d + i * kGroup,
+                           least(kGroup, c1 - d - i * kGroup), sums + (2 * i + j) * 256, W, buf.bias + i * kGroup);
+    };
+    tile_product((c1 - c0 + 2 * kGroup - 1) / (2 * kGroup), groups, w.F, block.act, 2 * kGroup, buf.sums, get, finish);
+  }
 }
 
 static int64_t tile_act_bytes(const Part& p, int64_t rows) {
@@ -115,7 +125,7 @@ static int64_t tile_max_rows(const Part& p) {
 static size_t tile_local_bytes(const Part& p, int64_t rows) {
   if (rows <= kTileDotLimit) return local_bytes<PairLane, bf16>(p, rows);
   size_t used = 0;
-  carve_tiles(nullptr, rows, p.w->D, p.w->F, &used);
+  carve_tiles(nullptr, rows, *p.w, &used);
   return used;
 }
 

@@ -49,7 +49,8 @@ struct Rows16 {
 
 struct TileBuffers {
   char* x;        // (groups, round32(D) / 2, 16, 2)
-  char* copies;   // 2 x (16, round32(max(D, F))): rows that cannot be read where they lie
+  char* few;      // 2 x (16, round32(max(D, F))): tiles of fewer rows than 16
+  bf16* copies;   // (kChunk, max(D, F)): rows of weights whose elements do not lie side by side
   char* tails;    // 2 x (16, 32)
   float* sums;    // (16, 16) tiles
   float* bias;    // 2 x 32
@@ -57,17 +58,18 @@ struct TileBuffers {
   bf16* rows;     // (16, row_lanes(D)): rows of x before packing
 };
 
-MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, int64_t D, int64_t F, size_t* used) {
+MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, const Experts& w, size_t* used) {
+  const int64_t D = w.D, widest = D > w.F ? D : w.F;
   int64_t at = 0;
   auto take = [&](int64_t bytes) {
     char* p = data ? data + at : nullptr;
     at += round_to(bytes, 64);
     return p;
   };
-  const int64_t widest = round_to(D > F ? D : F, kStep);
   TileBuffers b;
   b.x = take(round_to(rows, kGroup) * round_to(D, kStep) * 2);
-  b.copies = take(2 * kGroup * widest * 2);
+  b.few = take(2 * kGroup * round_to(widest, kStep) * 2);
+  b.copies = reinterpret_cast<bf16*>(take(contiguous_rows(w) ? 0 : kChunk * widest * 2));
   b.tails = take(2 * kGroupBytes);
   b.sums = reinterpret_cast<float*>(take(kSumsBytes + round_to(rows, 2 * kGroup) * 128));
   b.bias = reinterpret_cast<float*>(take(64 * 4));
@@ -77,27 +79,23 @@ MOEFFN_INLINE TileBuffers carve_tiles(char* data, int64_t rows, int64_t D, int64
   return b;
 }
 
-// Rows first, first + step, ... of one expert's matrix as tile `index`; rows past `count` are zero.
-static Rows16 rows16(const Array& w, int64_t expert, int64_t first, int64_t step, int64_t count, int64_t elems, int index,
-                     const TileBuffers& buf) {
-  const bf16* from = static_cast<const bf16*>(w.at(expert, first));
-  const int64_t row = step * w.s1, padded = round_to(elems, kStep);
-  if (count < kGroup || w.s2 != 1) {
-    bf16* to = reinterpret_cast<bf16*>(buf.copies) + index * kGroup * padded;
+// `count` rows of a strip from `first` as tile `index`; rows past `count` are zero.
+static Rows16 rows16(const Strip& strip, int64_t first, int64_t count, int64_t elems, int index, const TileBuffers& buf) {
+  const char* from = strip.data + first * strip.stride;
+  const int64_t full = elems / kStep * kStep, padded = round_to(elems, kStep);
+  if (count < kGroup) {
+    char* to = buf.few + index * kGroup * padded * 2;
     memset(to, 0, static_cast<size_t>(kGroup * padded) * 2);
-    for (int64_t j0 = 0; j0 < elems; j0 += 64)
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t j = j0; j < least(elems, j0 + 64); ++j) to[i * padded + j] = from[i * row + j * w.s2];
-    return {reinterpret_cast<const char*>(to), padded * 2, reinterpret_cast<const char*>(to + elems / kStep * kStep)};
+    for (int64_t i = 0; i < count; ++i) memcpy(to + i * padded * 2, from + i * strip.stride, static_cast<size_t>(elems) * 2);
+    return {to, padded * 2, to + full * 2};
   }
-  Rows16 r{reinterpret_cast<const char*>(from), row * 2, nullptr};
-  const int64_t full = elems / kStep * kStep;
+  Rows16 r{from, strip.stride, nullptr};
   if (full < elems) {
-    bf16* tail = reinterpret_cast<bf16*>(buf.tails + index * kGroupBytes);
+    char* tail = buf.tails + index * kGroupBytes;
     memset(tail, 0, static_cast<size_t>(kGroupBytes));
     for (int64_t i = 0; i < kGroup; ++i)
-      memcpy(tail + i * kStep, from + i * row + full, static_cast<size_t>(elems - full) * 2);
-    r.tail = reinterpret_cast<const char*>(tail);
+      memcpy(tail + i * kStep * 2, from + i * strip.stride + full * 2, static_cast<size_t>(elems - full) * 2);
+    r.tail = tail;
   }
   return r;
 }

@@ -62,14 +62,26 @@ static void product(const Cut& cut, const float* tile, int64_t elems, const Stri
   }
 }
 
-// Weight rows first, first + step, ... of one expert; n of them are copied when their elements do not lie side by side.
+// n weight rows of one expert from `first`; copied when their elements do not lie side by side.
 template <class WT>
-static Strip strip(const Array& w, int64_t expert, int64_t first, int64_t step, int64_t n, int64_t elems, WT* copies) {
+static Strip strip(const Array& w, int64_t expert, int64_t first, int64_t n, int64_t elems, WT* copies) {
   const WT* from = static_cast<const WT*>(w.at(expert, first));
   const int64_t size = static_cast<int64_t>(sizeof(WT));
-  if (w.s2 == 1) return {reinterpret_cast<const char*>(from), step * w.s1 * size};
-  copy_rows(from, step * w.s1, w.s2, n, elems, copies);
+  if (w.s2 == 1) return {reinterpret_cast<const char*>(from), w.s1 * size};
+  copy_rows(from, w.s1, w.s2, n, elems, copies);
   return {reinterpret_cast<const char*>(copies), elems * size};
+}
+
+// The strips of hidden units [f, f + n): gates, and ups when gated.
+template <class WT>
+static void up_strips(const Experts& w, int64_t expert, int64_t f, int64_t n, WT* copies, Strip* out) {
+  if (w.gate_step() == 2) {  // gates and ups lie side by side: one copy of both
+    const Strip both = strip(w.w_in, expert, 2 * f, 2 * n, w.D, copies);
+    for (int s = 0; s < 2; ++s) out[s] = {both.data + s * both.stride, 2 * both.stride};
+    return;
+  }
+  out[0] = strip(w.w_in, expert, f, n, w.D, copies);
+  if (w.act.gated) out[1] = strip(w.w_in, expert, w.F + f, n, w.D, copies + n * w.D);
 }
 
 template <class L, class WT>
@@ -84,19 +96,27 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
   const int64_t count = w.act.gated ? 2 : 1, span = kChunk / count, step = w.gate_step();  // span: hidden units at a time
   const int64_t lanes = lanes_of<L>(w.F), stride = row_lanes<L>(w.F);
   float* act = reinterpret_cast<float*>(block.act);
+  const bool columns = by_columns(cut, w.w_in);
+  const int64_t side = step == 2 ? 2 : 1, all = f1 - f0;  // columns of a unit that lie side by side
+  if (columns)
+    for (int64_t s = 0; s < count; s += side)
+      column_product<L>(cut.dots, buf.tile, w.D, static_cast<const WT*>(w.w_in.at(block.expert, s * w.F + f0 * side)),
+                        w.w_in.s2, all * side, buf.wide_sums + s * cut.dots * all);
   for (int64_t f = f0; f < f1; f += span) {
     const int64_t n = least(span, f1 - f);
-    WT* copies = static_cast<WT*>(buf.copies);
-    Strip strips[2];
-    if (w.interleaved && w.act.gated) {  // gates and ups lie side by side: one copy of both
-      const Strip both = strip(w.w_in, block.expert, 2 * f, 1, 2 * n, w.D, copies);
-      for (int s = 0; s < 2; ++s) strips[s] = {both.data + s * both.stride, 2 * both.stride};
+    if (columns) {
+      for (int64_t m = 0; m < cut.dots; ++m)
+        for (int64_t s = 0; s < count; ++s)
+          for (int64_t i = 0; i < n; ++i)
+            buf.sums[m * kChunk + s * n + i] =
+                side == 2 ? buf.wide_sums[(m * all + f - f0 + i) * 2 + s]
+                          : buf.wide_sums[(s * cut.dots + m) * all + f - f0 + i];
     } else {
-      strips[0] = strip(w.w_in, block.expert, f, 1, n, w.D, copies);
-      if (w.act.gated) strips[1] = strip(w.w_in, block.expert, w.F + f, 1, n, w.D, copies + n * w.D);
+      Strip strips[2];
+      up_strips(w, block.expert, f, n, static_cast<WT*>(buf.copies), strips);
+      product<L, WT>(cut, buf.tile, w.D, strips, static_cast<int>(count), n,
+                     w.w_in.s2 == 1 && f + span < f1 ? n * strips[0].stride : 0, buf);
     }
-    product<L, WT>(cut, buf.tile, w.D, strips, static_cast<int>(count), n,
-                   w.w_in.s2 == 1 && f + span < f1 ? n * strips[0].stride : 0, buf);
     fetch_bias(w.b_in, block.expert, f * step, step, n, buf.bias);
     if (w.act.gated) fetch_bias(w.b_in, block.expert, f * step + w.up_shift(), step, n, buf.bias + n);
     with_type(p.x.data, p.x.dtype, [&](auto* x) {
@@ -122,11 +142,20 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
   const Experts& w = *p.w;
   const Cut cut = cut_rows(block.rows);
   const Buffers buf = carve<L, WT>(local.data, cut, w, nullptr);
+  const float* act = reinterpret_cast<const float*>(block.act);
+  const bool columns = by_columns(cut, w.w_out);
+  if (columns)
+    column_product<L>(cut.dots, act, w.F, static_cast<const WT*>(w.w_out.at(block.expert, d0)), w.w_out.s2, d1 - d0,
+                      buf.wide_sums);
   for (int64_t d = d0; d < d1; d += kChunk) {
     const int64_t n = least(kChunk, d1 - d);
-    const Strip rows = strip(w.w_out, block.expert, d, 1, n, w.F, static_cast<WT*>(buf.copies));
-    product<L, WT>(cut, reinterpret_cast<const float*>(block.act), w.F, &rows, 1, n,
-                   w.w_out.s2 == 1 && d + kChunk < d1 ? n * rows.stride : 0, buf);
+    if (columns) {
+      for (int64_t m = 0; m < cut.dots; ++m)
+        memcpy(buf.sums + m * kChunk, buf.wide_sums + m * (d1 - d0) + d - d0, static_cast<size_t>(n) * 4);
+    } else {
+      const Strip rows = strip(w.w_out, block.expert, d, n, w.F, static_cast<WT*>(buf.copies));
+      product<L, WT>(cut, act, w.F, &rows, 1, n, w.w_out.s2 == 1 && d + kChunk < d1 ? n * rows.stride : 0, buf);
+    }
     fetch_bias(w.b_out, block.expert, d, 1, n, buf.bias);
     with_type(p.out, p.x.dtype, [&](auto* x) {
       using XT = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;

@@ -72,6 +72,9 @@ MOEFFN_INLINE vf interleave(vf a, vf b, int half) {
 #endif
 }
 
+// Rows of a transposed matrix asked for ahead of their copy.
+constexpr int64_t kCopyAhead = 2 * W;
+
 // In place: the W x W transpose of 32-bit lanes, by log2(W) rounds of interleaving.
 MOEFFN_INLINE void transpose(vf (&r)[W]) {
 #if MOEFFN_WIDTH > 1
@@ -107,23 +110,51 @@ static void pack_rows(const typename L::Elem* const* rows, int64_t elems, float*
   }
 }
 
+// W words of 32 bits each, and the row or the two neighbouring rows that the words of a column hold elements of.
+MOEFFN_INLINE void put_column(vf words, float* to, int64_t) { store(to, words); }
+template <class E>
+MOEFFN_INLINE void put_column(vf words, E* to, int64_t stride) {
+  const vu w = as_bits(words);
+#if MOEFFN_WIDTH == 16
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)w));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + stride), _mm512_cvtepi32_epi16((__m512i)(w >> 16)));
+#else
+  const vh low = __builtin_convertvector(w, vh), high = __builtin_convertvector(w >> 16, vh);
+  memcpy(to, &low, sizeof low);
+  memcpy(to + stride, &high, sizeof high);
+#endif
+}
+
 // Weight rows whose elements do not lie side by side, copied to (n, k) contiguous.
-template <class WT>
-static void copy_rows(const WT* from, int64_t row_stride, int64_t k_stride, int64_t n, int64_t k, WT* to) {
-  if (row_stride == 1) {  // W x W blocks are turned in registers
-    for (int64_t j = 0; j < k; j += W)
-      for (int64_t i = 0; i < n; i += W) {
+template <class E>
+static void copy_rows(const E* from, int64_t row_stride, int64_t k_stride, int64_t n, int64_t k, E* to) {
+  constexpr int64_t kColumns = W * (4 / sizeof(E));  // of a vector of words
+  int64_t whole_n = 0, whole_k = 0;
+  if (row_stride == 1) {  // a transposed matrix: blocks are turned in registers, the lines of later ones asked for
+    whole_n = n / kColumns * kColumns;
+    whole_k = k / W * W;
+    for (int64_t j = 0; j < whole_k; j += W)
+      for (int64_t i = 0; i < whole_n; i += kColumns) {
+        const E* at = from + i + j * k_stride;
         vf block[W];
-        for (int64_t s = 0; s < W; ++s)
-          block[s] = j + s < k ? load_upto(from + i + (j + s) * k_stride, n - i) : splat(0.0f);
+#pragma GCC unroll 16
+        for (int64_t s = 0; s < W; ++s) {
+          memcpy(&block[s], at + s * k_stride, sizeof(vf));
+          __builtin_prefetch(at + (kCopyAhead + s) * k_stride);
+        }
         transpose(block);
-        for (int64_t s = 0; s < least(W, n - i); ++s) store_upto(to + (i + s) * k + j, block[s], k - j);
+#pragma GCC unroll 16
+        for (int64_t s = 0; s < W; ++s) put_column(block[s], to + (i + s * (4 / sizeof(E))) * k + j, k);
       }
-    return;
   }
-  for (int64_t j0 = 0; j0 < k; j0 += 64)
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = j0; j < least(k, j0 + 64); ++j) to[i * k + j] = from[i * row_stride + j * k_stride];
+  auto rest = [&](int64_t i0, int64_t j_first) {
+    for (int64_t j0 = j_first; j0 < k; j0 += 64)
+      for (int64_t i = i0; i < n; ++i)
+        for (int64_t j = j0; j < least(k, j0 + 64); ++j) to[i * k + j] = from[i * row_stride + j * k_stride];
+  };
+  rest(whole_n, 0);
+  n = whole_n;
+  rest(0, whole_k);
 }
 
 }  // namespace MOEFFN_NS

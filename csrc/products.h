@@ -49,7 +49,7 @@ MOEFFN_INLINE vf broadcast(const char* p) {
 
 // c (M, V*W) (+)= M weight rows · panel (lanes, V*W). Asks for the lines of the rows `ahead` bytes away; 0: for none.
 template <class L, int M, int V>
-__attribute__((noinline)) static void block_kernel(Strip w, const float* panel, int64_t lanes, float* c, bool first, int64_t ahead) {
+static void block_kernel(Strip w, const float* panel, int64_t lanes, float* c, bool first, int64_t ahead) {
   constexpr int kBases = (M + 3) / 4;  // four rows are addressed from one register: base + {0, 1, 2, 3} strides
   vf acc[M][V];
 #pragma GCC unroll 16
@@ -187,6 +187,64 @@ static void dot_rows(int64_t rows, const float* tile, int64_t stride, const WT* 
     const int64_t n = rows * (i + 1) / passes - m;
     dot_some<L, WT>(n, tile + m * stride, stride, weights, elems, out + m * kStreams);
     m += n;
+  }
+}
+
+// Few rows by a transposed matrix: its columns lie side by side, so c (M, n) += x (M, R) · w (R, n), without turning.
+template <class L, class WT, int M, int R>
+static void column_kernel(const typename L::Elem* x, int64_t x_stride, const WT* w, int64_t stride, int64_t n, float* c,
+                          int64_t c_stride, bool first) {
+  vf a[M][R];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) a[m][r] = splat(get(x + m * x_stride + r));
+  for (int64_t i = 0; i < n; i += W) {
+    const int64_t left = n - i;
+    vf b[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      b[r] = load_upto(w + r * stride + i, left);
+      __builtin_prefetch(w + (r + R) * stride + i);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      float* to = c + m * c_stride + i;
+      vf total = first ? splat(0.0f) : load_upto(to, left);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) total = fma(a[m][r], b[r], total);
+      store_upto(to, total, left);
+    }
+  }
+}
+
+constexpr int kColumnRows = 4;  // rows of the tile, and rows of the matrix, at once
+
+template <class L, class WT, int R, int M = kColumnRows>
+static void column_rows(int64_t rows, const typename L::Elem* x, int64_t x_stride, const WT* w, int64_t stride, int64_t n,
+                        float* c, int64_t c_stride, bool first) {
+  if constexpr (M > 1) {
+    if (rows < M) return column_rows<L, WT, R, M - 1>(rows, x, x_stride, w, stride, n, c, c_stride, first);
+  }
+  for (int64_t m = 0; m + M <= rows; m += M)
+    column_kernel<L, WT, M, R>(x + m * x_stride, x_stride, w, stride, n, c + m * c_stride, c_stride, first);
+  if (rows % M)
+    column_rows<L, WT, R, M>(rows % M, x + rows / M * M * x_stride, x_stride, w, stride, n, c + rows / M * M * c_stride,
+                             c_stride, first);
+}
+
+// c (rows, n) = tile rows · n columns of a matrix whose rows (one an element of the tile) lie `stride` elements apart. The
+// part of c in use stays in L1.
+template <class L, class WT>
+static void column_product(int64_t rows, const float* tile, int64_t elems, const WT* w, int64_t stride, int64_t n, float* c) {
+  const auto* x = reinterpret_cast<const typename L::Elem*>(tile);
+  const int64_t x_stride = row_lanes<L>(elems) * L::kPerLane, some = round_to((16 << 10) / (4 * rows), W);
+  for (int64_t i = 0; i < n; i += some) {
+    const int64_t width = least(some, n - i);
+    int64_t k = 0;
+    for (; k + kColumnRows <= elems; k += kColumnRows)
+      column_rows<L, WT, kColumnRows>(rows, x + k, x_stride, w + k * stride + i, stride, width, c + i, n, k == 0);
+    for (; k < elems; ++k) column_rows<L, WT, 1>(rows, x + k, x_stride, w + k * stride + i, stride, width, c + i, n, k == 0);
   }
 }
 

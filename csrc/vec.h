@@ -113,6 +113,9 @@ MOEFFN_INLINE vf load(const float* p) {
   return v;
 }
 MOEFFN_INLINE vf load(const bf16* p) {
+#if MOEFFN_WIDTH == 16
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#endif
   vh h;
   memcpy(&h, p, sizeof h);
   return as_float(__builtin_convertvector(h, vu) << 16);

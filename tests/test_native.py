@@ -144,6 +144,17 @@ def test_mixed_dtypes_and_strides(isa):
             assert errors(y, exact)[0] <= {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[x_dtype]
 
 
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 9, 40])  # by columns, or turned into rows first
+def test_transposed_weights(isa, rows, layout):
+    ids = torch.tensor([0, 2], dtype=torch.int32).repeat_interleave(rows)[:, None]
+    for dtype in DTYPES:
+        ew = layer(3, 70, 131, dtype, layout=layout, bias=True)
+        w_in, w_out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (ew.w_in, ew.w_out))
+        check(torch.randn(len(ids), 70).to(dtype), ids, torch.rand(len(ids), 1),
+              ExpertWeights(w_in, w_out, ew.b_in, ew.b_out, ew.activation, layout))
+
+
 def test_same_bits_for_any_number_of_threads(isa):
     ew = layer(6, 96, 64, torch.bfloat16, SWIGLU_OAI, bias=True)
     x, (ids, w) = torch.randn(200, 96).bfloat16(), routing(200, 3, 6)
