@@ -18,10 +18,14 @@ constexpr int kAccumulators = 12;
 constexpr int kVectors = 2;
 constexpr int kAccumulators = 8;
 #endif
+constexpr int64_t kDotLimit = 8;  // up to so many rows the dot form alone, which reads each byte of the weights once
 constexpr int kDotRows = 6;    // tokens at once in the dot form
 constexpr int kStreams = 4;    // weight rows read at once by the dot form
 constexpr int kChunk = 64;     // weight rows multiplied before their sums are used
 constexpr int64_t kPanelBytes = 24 << 10;  // of a panel, in use at a time: stays in L1 beside the weights that pass
+
+// Terms that one accumulator sums at most before it is added to another: rounding errors grow with their number.
+constexpr int64_t kDotVectors = 512, kColumnTerms = 128;
 
 // Weight rows whose sums fill the registers, beside a panel of so many vectors.
 constexpr int group_rows(int vectors) { return kAccumulators / vectors < 16 ? kAccumulators / vectors : 16; }
@@ -179,14 +183,22 @@ static void dot_some(int64_t rows, const float* tile, int64_t stride, const WT* 
   dot_kernel<L, WT, M>(tile, stride, weights, elems, out);
 }
 
-// out (rows, kStreams) = tile · the kStreams weight rows. The second pass over the rows finds the weights in L1.
+// out (rows, kStreams) = tile · the kStreams weight rows, kDotVectors vectors at a time. The second pass over the rows finds
+// the weights in L1.
 template <class L, class WT>
 static void dot_rows(int64_t rows, const float* tile, int64_t stride, const WT* const* weights, int64_t elems, float* out) {
-  const int64_t passes = (rows + kDotRows - 1) / kDotRows;
-  for (int64_t i = 0, m = 0; i < passes; ++i) {
-    const int64_t n = rows * (i + 1) / passes - m;
-    dot_some<L, WT>(n, tile + m * stride, stride, weights, elems, out + m * kStreams);
-    m += n;
+  const int64_t passes = (rows + kDotRows - 1) / kDotRows, most = kDotVectors * W * L::kPerLane;
+  for (int64_t k = 0; k < elems; k += most) {
+    const WT* from[kStreams];
+    for (int s = 0; s < kStreams; ++s) from[s] = weights[s] + k;
+    float part[kDotLimit * kStreams];
+    float* to = k == 0 ? out : part;
+    for (int64_t i = 0, m = 0; i < passes; ++i) {
+      const int64_t n = rows * (i + 1) / passes - m;
+      dot_some<L, WT>(n, tile + m * stride + k / L::kPerLane, stride, from, least(most, elems - k), to + m * kStreams);
+      m += n;
+    }
+    for (int64_t i = 0; k > 0 && i < rows * kStreams; ++i) out[i] += part[i];
   }
 }
 
@@ -219,6 +231,7 @@ static void column_kernel(const typename L::Elem* x, int64_t x_stride, const WT*
 }
 
 constexpr int kColumnRows = 4;  // rows of the tile, and rows of the matrix, at once
+constexpr int64_t kColumnSums = 4 << 10;
 
 template <class L, class WT, int R, int M = kColumnRows>
 static void column_rows(int64_t rows, const typename L::Elem* x, int64_t x_stride, const WT* w, int64_t stride, int64_t n,
@@ -234,17 +247,28 @@ static void column_rows(int64_t rows, const typename L::Elem* x, int64_t x_strid
 }
 
 // c (rows, n) = tile rows · n columns of a matrix whose rows (one an element of the tile) lie `stride` elements apart. The
-// part of c in use stays in L1.
+// sums in use, of kColumnTerms rows of the matrix at a time, stay in L1.
 template <class L, class WT>
 static void column_product(int64_t rows, const float* tile, int64_t elems, const WT* w, int64_t stride, int64_t n, float* c) {
   const auto* x = reinterpret_cast<const typename L::Elem*>(tile);
-  const int64_t x_stride = row_lanes<L>(elems) * L::kPerLane, some = round_to((16 << 10) / (4 * rows), W);
+  const int64_t x_stride = row_lanes<L>(elems) * L::kPerLane, some = kColumnSums / rows / W * W;
+  alignas(64) float part[kColumnSums];
   for (int64_t i = 0; i < n; i += some) {
     const int64_t width = least(some, n - i);
-    int64_t k = 0;
-    for (; k + kColumnRows <= elems; k += kColumnRows)
-      column_rows<L, WT, kColumnRows>(rows, x + k, x_stride, w + k * stride + i, stride, width, c + i, n, k == 0);
-    for (; k < elems; ++k) column_rows<L, WT, 1>(rows, x + k, x_stride, w + k * stride + i, stride, width, c + i, n, k == 0);
+    for (int64_t k0 = 0, k = 0; k0 < elems; k0 += kColumnTerms) {
+      const int64_t end = least(elems, k0 + kColumnTerms);
+      float* to = k0 == 0 ? c + i : part;
+      const int64_t pitch = k0 == 0 ? n : width;
+      for (; k + kColumnRows <= end; k += kColumnRows)
+        column_rows<L, WT, kColumnRows>(rows, x + k, x_stride, w + k * stride + i, stride, width, to, pitch, k == k0);
+      for (; k < end; ++k)
+        column_rows<L, WT, 1>(rows, x + k, x_stride, w + k * stride + i, stride, width, to, pitch, k == k0);
+      for (int64_t m = 0; k0 > 0 && m < rows; ++m)
+        for (int64_t j = 0; j < width; j += W) {
+          float* sum = c + m * n + i + j;
+          store_upto(sum, load_upto(sum, width - j) + load_upto(part + m * width + j, width - j), width - j);
+        }
+    }
   }
 }
 

@@ -6,7 +6,6 @@
 namespace moeffn {
 namespace MOEFFN_NS {
 
-constexpr int64_t kDotLimit = 8;  // up to so many rows the dot form alone, which reads each byte of the weights once
 constexpr int64_t kTileBytes = 3 << 20;  // one block of rows where possible: a second one reads the weights again
 
 // How a tile holds its rows: `vectors` of W tokens in `panels` panels, then `dots` rows.

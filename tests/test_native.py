@@ -155,6 +155,17 @@ def test_transposed_weights(isa, rows, layout):
               ExpertWeights(w_in, w_out, ew.b_in, ew.b_out, ew.activation, layout))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [5, 9])
+def test_long_sums_in_float32(isa, rows, transposed):
+    """One running sum of all 14,336 terms would be five times as far off as torch."""
+    for D, F in ((64, 14336), (14336, 64)):
+        ew = layer(1, D, F)
+        if transposed:
+            ew = ExpertWeights(*(t.mT.contiguous().mT for t in (ew.w_in, ew.w_out)))
+        check(torch.randn(rows, D), torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1), ew)
+
+
 def test_same_bits_for_any_number_of_threads(isa):
     ew = layer(6, 96, 64, torch.bfloat16, SWIGLU_OAI, bias=True)
     x, (ids, w) = torch.randn(200, 96).bfloat16(), routing(200, 3, 6)
