@@ -44,6 +44,8 @@ def load_block(source: str) -> tuple[str, MoEConfig]:
         raise checks.bad(str(path), "a JSON object", f"text that breaks at line {error.lineno}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise checks.bad(str(path), "a JSON object", f"bytes that are no text ({error})") from None
+    except RecursionError as error:
+        raise checks.bad(str(path), "a JSON object", f"one nested too deep ({error})") from None
     if not isinstance(config, dict):
         raise checks.bad(str(path), "a JSON object", type(config).__name__)
     return path.stem if path.stem != "config" else path.resolve().parent.name, block_config(config, where=path.name)

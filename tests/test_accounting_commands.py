@@ -42,6 +42,12 @@ def test_params_command(invoke, tmp_path):
     (tmp_path / "bytes.json").write_bytes(b"\x80")
     result = invoke("params", str(tmp_path / "bytes.json"))
     assert (result.exit_code, "bytes.json: not JSON" in result.output) == (2, True)
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    for args, words in ((["params", str(deep)], "not JSON"),
+                        (["plan", "Qwen3-30B-A3B", "--trace", str(deep)], "expected a JSON file")):
+        result = invoke(*args)
+        assert (result.exit_code, words in result.output) == (2, True)
     assert invoke("params", "LongCat-Flash").exit_code == 0
 
 

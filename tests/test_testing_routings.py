@@ -61,7 +61,13 @@ def test_trace(tmp_path: Path) -> None:
     for kind in ("npy", "npz", "csv", "json", "pt"):
         r = make_routing(f"trace:{tmp_path}/a.{kind}", 5, 2, 4)
         assert r.experts.tolist() == [[0, 3], [2, 1], [-1, 0], [0, 3], [2, 1]]
-    for path, K, E, message in ((f"{tmp_path}/a.npy", 3, 4, "K = 3"), (f"{tmp_path}/a.npy", 2, 3, "-1 .. 2"),
+    (tmp_path / "ragged.json").write_text("[[0, 3], [2]]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for kind in ("npy", "npz", "csv", "json", "pt"):
+        (tmp_path / f"broken.{kind}").write_text("{")
+    unreadable = ["ragged.json", "deep.json", *(f"broken.{kind}" for kind in ("npy", "npz", "csv", "json", "pt"))]
+    for path, K, E, message in (*((f"{tmp_path}/{name}", 2, 4, "rows of one length") for name in unreadable),
+                                (f"{tmp_path}/a.npy", 3, 4, "K = 3"), (f"{tmp_path}/a.npy", 2, 3, "-1 .. 2"),
                                 ("", 2, 4, "an existing file"), (__file__, 2, 4, "a .npy, .npz")):
         with pytest.raises(ValueError, match=message):
             make_routing(f"trace:{path}", 5, K, E)

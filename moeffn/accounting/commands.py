@@ -171,7 +171,7 @@ def _loads(source: str, path: Path) -> list[float]:
     """Loads of the experts, from a file of loads or of a routing trace."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # of JSON, or of bytes that are no text
+    except (OSError, ValueError, RecursionError) as error:  # of JSON (too deep, too), or of bytes that are no text
         raise ValueError(f"trace: expected a JSON file, got {error}") from None
     if not isinstance(data, list) or not data:
         raise ValueError(f"trace: expected a list that is not empty, got {str(data)[:40]}")

@@ -161,7 +161,7 @@ def load(source: str | Path | Mapping[str, Any] | Architecture) -> tuple[str, Ar
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # of JSON, or of bytes that are no text
+        except (ValueError, RecursionError) as error:  # of JSON (too deep, too), or of bytes that are no text
             raise ValueError(f"{path}: not JSON ({error})") from None
         return path.parent.name if path.name == "config.json" else path.stem, architecture(config)
     if path.suffix == ".json" or path.is_absolute():

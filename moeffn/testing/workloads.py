@@ -77,21 +77,28 @@ def _balanced(T: int, K: int, E: int, g: torch.Generator) -> Tensor:
     return torch.randperm(E, generator=g)[slots][torch.randperm(T, generator=g)]
 
 
+def _read(file: Path) -> np.ndarray:
+    if file.suffix == ".json":
+        return np.asarray(json.loads(file.read_text()))
+    if file.suffix == ".csv":
+        return np.loadtxt(file, delimiter=",", dtype=np.int64, ndmin=2)
+    if file.suffix == ".pt":
+        return torch.load(file, weights_only=True).numpy()
+    loaded = np.load(file, allow_pickle=False)
+    return loaded[loaded.files[0]] if file.suffix == ".npz" else loaded
+
+
 def _trace(path: str, T: int, K: int, E: int) -> Tensor:
     file = Path(path)
     if not path or not file.is_file():
         raise checks.bad("routing trace", "trace:FILE with an existing file", repr(path))
-    if file.suffix == ".json":
-        array = np.asarray(json.loads(file.read_text()))
-    elif file.suffix == ".csv":
-        array = np.loadtxt(file, delimiter=",", dtype=np.int64, ndmin=2)
-    elif file.suffix == ".pt":
-        array = torch.load(file, weights_only=True).numpy()
-    elif file.suffix in (".npy", ".npz"):
-        loaded = np.load(file, allow_pickle=False)
-        array = loaded[loaded.files[0]] if file.suffix == ".npz" else loaded
-    else:
+    if file.suffix not in (".npy", ".npz", ".json", ".csv", ".pt"):
         raise checks.bad("routing trace", "a .npy, .npz, .json, .csv or .pt file", repr(path))
+    try:
+        array = _read(file)
+    except Exception as error:  # each format's reader has its own
+        raise checks.bad("routing trace", f"a {file.suffix} file with rows of one length",
+                         f"{path!r} ({error})") from None
     if array.ndim != 2 or array.shape[1] != K or not array.shape[0] or array.dtype.kind not in "iu":
         raise checks.bad("routing trace", f"integers of shape (rows >= 1, K = {K})", f"{array.dtype} {array.shape}")
     if array.min() < -1 or array.max() >= E:
