@@ -110,7 +110,8 @@ static void pack_rows(const typename L::Elem* const* rows, int64_t elems, float*
   }
 }
 
-// W words of 32 bits each, and the row or the two neighbouring rows that the words of a column hold elements of.
+// Stores what a vector of 32-bit words holds of W steps along the sum: one row of floats, or two neighbouring rows (`stride`
+// apart) of 16-bit elements.
 MOEFFN_INLINE void put_column(vf words, float* to, int64_t) { store(to, words); }
 template <class E>
 MOEFFN_INLINE void put_column(vf words, E* to, int64_t stride) {
