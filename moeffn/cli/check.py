@@ -49,6 +49,7 @@ def run_checks(device: str, backend: str, seed: int, say: Callable[[str], object
     from .. import backends
 
     checks.one_of("--device", device, ("cpu", "cuda"))
+    checks.one_of("--backend", backend, ("auto", "triton", "torch", "native"))  # the reference is what they are held to
     if device == "cuda" and not torch.cuda.is_available():
         raise checks.bad("--device", "a machine with a CUDA or ROCm GPU", "no such device: nothing was checked")
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
@@ -138,7 +139,7 @@ def own_router(target: Target) -> str:
     g = torch.Generator().manual_seed(target.seed)
     for config in configs:
         if not backends.routes(target.backend, config.key, torch.float32):
-            return f"{target.backend} has none: torch's operations"
+            return f"{target.backend} routes by torch's operations, which are the standard here"
         # multiples of 1/64: scores are equal or well apart, so that no rounding decides
         logits = ((torch.randn(1000, config.num_experts, generator=g) * 128).round() / 64).to(target.device)
         logits[7] = float("nan")
@@ -230,7 +231,7 @@ def golden_families(target: Target) -> str:
 
     tests = Path(__file__).parents[2] / "tests"
     if not (tests / "data" / "golden").is_dir():
-        return "skipped: needs a checkout, whose tests hold the recorded results"
+        return "skipped: needs the recorded results of a source tree: `python -m moeffn check` in a checkout"
     sys.path.insert(0, str(tests))
     try:
         import hf_golden as golden

@@ -124,7 +124,7 @@ class _Router(Subject):
 
     def valid(self) -> None:
         for scale in (1.0, 30.0, 1e-4):
-            self.read_valid(self.randn(33) * scale)
+            self.read_valid(self.randn(200) * scale)
         self.read_valid(self.randn(1).expand(9, -1))
 
     def oracle(self) -> None:
