@@ -96,7 +96,7 @@ def test_user_errors_are_one_line_with_code_2(args, words, tiny, capsys):
      "config.json: num_hidden_layers is missing (read as num_layers too): it is never filled from a default"),
     ('{"model_type": "qwen3_moe", "hidden_size": "a"}', "config.json: hidden_size: expected an integer, got str 'a'"),
     ('{"model_type": "mixtral", "hidden_', "config.json: expected a JSON object"),
-("[" * 100_000, "config.json: expected a JSON object"),
+    ("[" * 100_000, "config.json: expected a JSON object"),
     ('{"model_type": "gpt5"}', "model_type: expected a mixture"),
     ("{}", "model_type: expected a mixture"),
     ('{"d_model": 32, "d_expert": 16, "num_experts": 8}', "top_k: expected an int, got no such key"),
