@@ -335,7 +335,7 @@ def test_gradients_are_added_to_given_buffers(backend, buffer_dtype):
     got = Problem(leaves, problem.ids).run(
         lambda x, r, w: moeffn.moe_ffn(x, r, w, backend=backend, grad_buffers=Grads(**buffers)))
     for name in names:
-        assert (got[name] == 0).all()  # nothing came back through autograd
+        assert got[name] is None  # nothing came back through autograd
         assert errors(buffers[name], plain[name].double() + 1)[0] < 0.01
     assert torch.equal(got["x"], plain["x"])
 
