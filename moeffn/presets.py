@@ -35,8 +35,9 @@ def load_block(source: str) -> tuple[str, MoEConfig]:
             preset = find_preset(source)
         except ValueError:
             near = close_presets(source)
-            hint = f"{', '.join(near)} or another that `moeffn params list` shows" if near else "`moeffn params list` shows them"
-            raise checks.bad("PRESET", f"a file config.json, or a preset ({hint})", repr(source)) from None
+            hint = f"; near ones: {', '.join(near)}" if near else ""
+            raise checks.bad("PRESET", f"a file config.json, or a preset that `moeffn params list` shows{hint}",
+                             repr(source)) from None
         return preset.name, block_config(preset.config, where=preset.name)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +61,8 @@ def block_config(config: Mapping[str, Any], where: str = "config") -> MoEConfig:
     inner = {**config, **text}
     family = inner.get("model_type")
     if family not in _ROUTERS:
-        raise checks.bad(f"{where}: model_type", f"a mixture's ({', '.join(sorted(_ROUTERS))}), or the fields of MoEConfig",
+        raise checks.bad(f"{where}: model_type",
+                         f"a mixture's ({', '.join(sorted(_ROUTERS))}), or the fields of MoEConfig",
                          repr(family) if family else "no such key")
     from .accounting.families import architecture
 
