@@ -69,7 +69,7 @@ def test_every_command_has_its_own_help(command, capsys):
     (["dctor"], "No such command 'dctor'. Did you mean 'doctor'?"),
     (["doctor", "--jsn"], "No such option: --jsn"),
     (["bench"], "Missing argument 'PRESET'"),
-    (["bench", "mixtral-8x7"], "PRESET: expected a file config.json, or a preset that `moeffn params list` shows; near ones: Mixtral-8x7B-v0.1"),
+    (["bench", "mixtral-8x7"], "`moeffn params list` shows; near ones: Mixtral-8x7B-v0.1"),
     (["bench", "/"], "PRESET: expected a file config.json, or a folder that holds one, got the folder '/'"),
     (["bench", "TINY", "--tokens", "1,x"], "--tokens: expected ints separated by commas, got '1,x'"),
     (["bench", "TINY", "--tokens", "0"], "--tokens: expected counts of at least 1"),
