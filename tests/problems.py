@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 import moeffn
 from moeffn import Activation, ExpertWeights, Layout, Routing, backends, reference
 from moeffn.config import SWIGLU
+from moeffn.testing import CheckReport
 
 CPU_BACKENDS = [b for b in ("torch", "native") if backends.available(b, torch.device("cpu"), torch.float32) is None]
 ACTIVATIONS = {
@@ -121,3 +124,10 @@ def assert_within_budget(problem: Problem, dtype: torch.dtype, grads: bool = Tru
         for kind, mine, theirs in zip(("Frobenius", "worst row"), errors(value, truth[name]),
                                       errors(plain[name], truth[name]), strict=True):
             assert mine <= 2 * theirs + floor, f"{name}: {kind} error {mine:.3g}, plain torch {theirs:.3g}"
+
+
+def failed(call: Callable[[], CheckReport]) -> str:
+    """The report of a check that does not hold."""
+    with pytest.raises(AssertionError) as info:
+        call()
+    return str(info.value)

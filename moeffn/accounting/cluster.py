@@ -182,6 +182,9 @@ def _step(m: _Model, c: Cluster, chip: Device, work: Workload, ranks: int, token
     return dense + dispatch + expert + combine, parts
 
 
+_MOST_RANKS = 1 << 17  # more than any cluster has; each is placed
+
+
 def plan_cluster(source: Any, cluster: str | Cluster, *, ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
                  tokens_per_rank: Sequence[int] = (128,), workload: Workload | None = None,
                  loads: Sequence[float] | None = None, replicas: int = 0) -> ClusterPlan:
@@ -196,6 +199,8 @@ def plan_cluster(source: Any, cluster: str | Cluster, *, ranks: Sequence[int] = 
     for name, values in (("tokens_per_rank", tokens_per_rank), ("ranks", ranks)):
         if not values or min(values) < 1:
             raise ValueError(f"{name}: expected at least 1, got {min(values, default='none')}")
+    if max(ranks) > _MOST_RANKS:
+        raise ValueError(f"ranks: expected at most {_MOST_RANKS}, got {max(ranks)}")
     models = {tokens: _read(source, work, tokens) for tokens in tokens_per_rank}
     first = models[tokens_per_rank[0]]
     spreads = {size: _spread(first.num_experts, size, loads, replicas) for size in ranks}

@@ -39,8 +39,9 @@ def check_layer(layer: Any, *, d_model: int | None = None, routing: Callable[[Te
         d_model = getattr(getattr(layer, "config", None), "d_model", None)
     if d_model is None and isinstance(layer, nn.Module):
         d_model = next((p.shape[-1] for p in layer.parameters() if p.ndim == 2), None)
+    if d_model is None:
+        raise checks.bad_type("d_model", "an int, as the layer shows no matrix to read it from", None)
     checks.positive_int("d_model", d_model)
-    assert d_model is not None
     found = getattr(getattr(layer, "experts", None), "weights", None)
     if weights is None and routing is None and isinstance(found, ExpertWeights) and hasattr(layer, "router"):
         weights, routing, shared = found, layer.router, getattr(layer, "shared", None)

@@ -70,13 +70,15 @@ def run_properties(subject: str, properties: dict[str, Callable[[], None]], skip
 
 @contextlib.contextmanager
 def evaluating(module: Any) -> Iterator[None]:
-    """The module in evaluation mode, and back as it was: noise of training would fail every comparison."""
+    """The module in evaluation mode and gradients on, then back: noise of training would fail every comparison, and the
+    caller's `no_grad` would be blamed on the module."""
     modules = list(module.modules()) if isinstance(module, nn.Module) else []
     modes = [m.training for m in modules]
     try:
         if modules:
             module.eval()
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         for m, mode in zip(modules, modes, strict=True):
             m.training = mode
