@@ -119,6 +119,8 @@ def test_bad_plans():
         plan_cluster("Llama-3.1-8B", "H800")
     with pytest.raises(ValueError, match="ranks: expected at least 1"):
         plan_cluster("DeepSeek-V3", "H800", ranks=(0,))
+    with pytest.raises(ValueError, match="ranks: expected at most 131072"):
+        plan_cluster("DeepSeek-V3", "H800", ranks=[10**11])
     with pytest.raises(ValueError, match="tokens_per_rank: expected at least 1"):
         plan_cluster("DeepSeek-V3", "H800", tokens_per_rank=(0,))
     with pytest.raises(ValueError, match=r"workload\.overlap: expected one of none"):
