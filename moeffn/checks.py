@@ -20,6 +20,11 @@ def bad_type(name: str, expected: str, got: object) -> TypeError:
     return TypeError(f"{name}: expected {expected}, got {type(got).__name__} {got!r:.80}")
 
 
+def only_reference(does: str) -> NotImplementedError:
+    """The error for what no backend but the reference does; the caller raises it."""
+    return NotImplementedError(f"backend: expected 'reference', which alone {does}, got another")
+
+
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:

@@ -177,7 +177,7 @@ def _run(x: Tensor, routing: Routing, ew: ExpertWeights, backend: str, buffers: 
 def _run_planned(x: Tensor, plan: Plan, weights: Tensor, ew: ExpertWeights, apply_to: str, backend: str,
                  buffers: Grads | None) -> Tensor:
     tensors = (x, weights, ew.w_in, ew.w_out, ew.b_in, ew.b_out)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save = backends.differentiated(*(t for t in tensors if t is not None))
     held = [getattr(buffers, n) if buffers else None for n in ("w_in", "w_out", "b_in", "b_out")]
     y, _ = _forward_op(x, weights, plan.offsets, plan.slot_of_row, plan.row_of_slot, ew.w_in, ew.w_out, ew.b_in,
                        ew.b_out, *held, _encode(ew, apply_to), backend, save)
@@ -278,6 +278,8 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | 
     none: list[Tensor | None] = [None] * 16
     if dy is None or not any(ctx.needs):
         return tuple(none)
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise checks.only_reference("runs a backward under torch.vmap")
     x, h, weights, offsets, slot_of_row, row_of_slot, w_in, w_out, b_in, b_out = ctx.saved_tensors
     grads = _backward_op(dy, x, h, weights, offsets, slot_of_row, row_of_slot, w_in, w_out, b_in, b_out,
                          *ctx.buffers, ctx.spec, ctx.backend, ctx.needs)
@@ -288,5 +290,10 @@ def _backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | 
     return tuple(none)
 
 
+def _twice(ctx: Any, *grads: Tensor | None) -> None:
+    raise checks.only_reference("has second derivatives")
+
+
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+_backward_op._backward_fn = _twice  # register_autograd takes no operator that writes to its arguments
 flop_formulas.register(torch.ops.moeffn.forward, torch.ops.moeffn.backward)

@@ -24,7 +24,9 @@ def load_block(source: str) -> tuple[str, MoEConfig]:
 
     Raises ValueError naming close presets, the missing key or the unknown family; OSError for an unreadable file.
     """
-    path = Path(source)
+    path, known = Path(source), "a file config.json, or a preset that `moeffn params list` shows"
+    if not source:  # as a path it would be the folder that the process runs in
+        raise checks.bad("PRESET", known, "''")
     if path.is_dir() and not (path / "config.json").is_file():
         raise checks.bad("PRESET", "a file config.json, or a folder that holds one", f"the folder {source!r}")
     path = path / "config.json" if path.is_dir() else path
@@ -36,8 +38,7 @@ def load_block(source: str) -> tuple[str, MoEConfig]:
         except ValueError:
             near = close_presets(source)
             hint = f"; near ones: {', '.join(near)}" if near else ""
-            raise checks.bad("PRESET", f"a file config.json, or a preset that `moeffn params list` shows{hint}",
-                             repr(source)) from None
+            raise checks.bad("PRESET", known + hint, repr(source)) from None
         return preset.name, block_config(preset.config, where=preset.name)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -52,6 +52,7 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
         if backends.plain_inference(raw):
             ids, weights = backends.get(name).route(raw, config, selection_bias)  # type: ignore[attr-defined]
         else:
+            backends.differentiated(raw)  # refuses torch.func.grad
             weights, ids = _route_op(raw, selection_bias, config.key, name)
     elif config.score == "sparsemixer":
         ids, weights = _sparsemixer(_bounded(raw, config), config)
@@ -197,7 +198,12 @@ def _backward(ctx: Any, dweights: Tensor, _: Tensor | None) -> tuple[Tensor | No
     return _route_backward_op(dweights, logits, ids, ctx.key, ctx.backend), None, None, None
 
 
+def _twice(ctx: Any, *grads: Tensor | None) -> None:
+    raise checks.only_reference("has second derivatives")
+
+
 _route_op.register_autograd(_backward, setup_context=_setup_context)
+_route_backward_op.register_autograd(_twice)
 
 
 def _bounded(z: Tensor, config: RouterConfig) -> Tensor:

@@ -39,6 +39,7 @@ def test_params_command(invoke, tmp_path):
     result = invoke("params", str(tmp_path / "config.json"))
     assert result.exit_code == 2
     assert "config.hidden_size is missing" in result.output
+    assert "source: '' is neither a file nor a preset" in invoke("params", "").output
     (tmp_path / "bytes.json").write_bytes(b"\x80")
     result = invoke("params", str(tmp_path / "bytes.json"))
     assert (result.exit_code, "bytes.json: not JSON" in result.output) == (2, True)

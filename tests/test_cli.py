@@ -70,6 +70,7 @@ def test_every_command_has_its_own_help(command, capsys):
     (["doctor", "--jsn"], "No such option: --jsn"),
     (["bench"], "Missing argument 'PRESET'"),
     (["bench", "mixtral-8x7"], "`moeffn params list` shows; near ones: Mixtral-8x7B-v0.1"),
+    (["bench", ""], "PRESET: expected a file config.json, or a preset that `moeffn params list` shows, got ''"),
     (["bench", "/"], "PRESET: expected a file config.json, or a folder that holds one, got the folder '/'"),
     (["bench", "TINY", "--tokens", "1,x"], "--tokens: expected ints separated by commas, got '1,x'"),
     (["bench", "TINY", "--tokens", "0"], "--tokens: expected counts of at least 1"),
@@ -131,7 +132,7 @@ def test_our_own_faults_keep_their_traceback(monkeypatch):
         main(["doctor"])
 
 
-def test_doctor_says_what_runs_and_why_not(capsys):
+def test_doctor_says_what_runs_and_why_not(capsys, monkeypatch):
     code, out, _ = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert code == 0
@@ -144,10 +145,13 @@ def test_doctor_says_what_runs_and_why_not(capsys):
         assert row["why_not"] is None or len(row["why_not"]) > 5
     assert found["packages"]["torch"] == torch.__version__
     assert found["threads"]["torch"] == torch.get_num_threads()
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     for name in backends.BACKENDS:
-        assert name in out
+        line = next(line for line in out.splitlines() if line.startswith(f"│ {name}"))
+        dtypes, why = line.split("│")[3:5]  # what does not run says why, what runs says what it runs
+        assert ("none" in dtypes) == bool(why.strip())
 
 
 def test_doctor_names_the_extra_of_a_missing_package(capsys, monkeypatch):
@@ -196,6 +200,21 @@ def test_bench_measures_checks_and_counts(tiny, capsys):
         assert row["forward_backward"]["ms"] > 0 < row["forward"]["ms"]
         flops = row["tokens"] * 2 * (2 * expert + router)
         assert row["forward"]["gflops"] * row["forward"]["ms"] * 1e6 == pytest.approx(flops)
+
+
+def test_bench_json_holds_plain_values(tiny, quick, capsys):
+    config = json.loads(run(capsys, "bench", tiny, "--tokens", "4", "--json")[1])["config"]
+    assert config["activation"]["kind"] == "silu" and config["layout"] == "concat"
+    assert "key" not in config["activation"] and config["d_expert"] == 16
+
+
+def test_bench_table_fits_80_columns(tiny, quick, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(capsys, "bench", tiny, "--tokens", "1024", "--train")[1].splitlines()
+    head = next(line for line in out if line.split()[:1] == ["T"])
+    assert head.split() == ["T", "pass", "ms", "tokens/s", "GFLOP/s", "MFU", "%", "GB/s", "MBU", "%", "load", "error"]
+    rows = [line.split() for line in out if line.split()[:1] == ["1024"]]
+    assert [(row[1], len(row)) for row in rows] == [("fwd", 10), ("fwd+bwd", 8)]  # nothing cut or wrapped
 
 
 def _cpu(dtype: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 
@@ -45,6 +46,14 @@ def test_each_part_is_shown_once_it_is_there(run):
     assert len(replaced.splitlines()) == 3 and "encoder.layer.{0-5}.intermediate (6): BertIntermediate" in replaced
     assert equal.count("yes") == 3 and f"{result.weights.active_after:,}" in equal
     assert f"{result.loss['after']:.3f}" in trained and trained.count("│ 5 ") == 1
+
+
+def test_a_slower_mixture_is_explained_by_its_own_figures(result):
+    for speed, told in ((50.0, True), (200.0, False)):
+        speeds = {"untouched": 100.0, "DenseFFN": 100.0, "MoEFFN": speed}
+        text = " ".join(shown("equal", dataclasses.replace(result, tokens_per_second=speeds)).split())
+        assert ("at 0.50 of the untouched encoder's tokens/s: a token passes 2.0 times the FFN weights, and a batch "
+                "reads all 4.0 times." in text) == told
 
 
 def test_embeddings_stay_equal(result):

@@ -95,6 +95,45 @@ def test_a_trace_records_the_operator(backend):
         assert torch.equal(traced(2 * p.leaves["x"]), run(2 * p.leaves["x"]))
 
 
+SMOOTH = moeffn.MoEConfig(d_model=16, d_expert=8, num_experts=4, top_k=2)
+ONLY_REFERENCE = {
+    "has second derivatives": lambda f, x: torch.autograd.functional.hvp(f, x, x)[1],
+    "runs under torch.func.grad": lambda f, x: torch.func.grad(f)(x),
+    "runs a backward under torch.vmap": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+}
+
+
+@pytest.mark.parametrize("does", ONLY_REFERENCE)
+@pytest.mark.parametrize("backend", ["reference", *CPU_BACKENDS])
+def test_what_the_reference_alone_does_is_refused_by_name(backend, does):
+    torch.manual_seed(0)
+    layer = moeffn.MoEFFN(SMOOTH, backend=backend)  # its router is the backend's own where it has one
+    experts = layer.experts.weights
+    routing = Routing(torch.tensor([[0, 1], [2, 0], [3, 1]]), torch.rand(3, 2))
+    for f in (lambda z: layer(z).square().sum(),
+              lambda z: moeffn.moe_ffn(z, routing, experts, backend=backend).square().sum()):
+        if backend == "reference":
+            assert ONLY_REFERENCE[does](f, torch.randn(3, 16)).isfinite().all()
+        else:
+            with pytest.raises(NotImplementedError, match=f"backend: expected 'reference', which alone {does}"):
+                ONLY_REFERENCE[does](f, torch.randn(3, 16))
+
+
+@backend
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_equals_a_loop(backend):
+    # inside vmap a tensor does not say that it requires a gradient: nothing was saved for the backward
+    torch.manual_seed(0)
+    layer = moeffn.MoEFFN(SMOOTH, backend=backend)
+    xs = torch.randn(2, 5, 16, requires_grad=True)
+    outs = torch.func.vmap(layer)(xs), torch.stack([layer(x) for x in xs])
+    grads = [torch.autograd.grad(y.square().sum(), (xs, layer.experts.w_in)) for y in outs]
+    for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(layer)(xs), outs[1])
+
+
 def test_forward_mode_derivatives_are_refused():
     p = make(dtype=torch.float32)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):

@@ -362,6 +362,18 @@ def test_an_exchanged_activation_is_honoured(name):
         torch.testing.assert_close(got, through(own, x))
 
 
+def test_an_activation_hooked_later_is_called():
+    mlp = MODELS["llama"]().eval().model.layers[0].mlp
+    own = copy.deepcopy(mlp)
+    replace_ffn(mlp)
+    for module in (mlp, own):
+        module.act_fn.register_forward_hook(lambda m, args, out: 2 * out)
+    x = torch.randn(2, 32)
+    with pytest.warns(UserWarning, match=r"act_fn of \w* was exchanged or hooked"):
+        got = mlp(x)
+    torch.testing.assert_close(got, own(x))
+
+
 def through(block, x):
     return block.output(block.intermediate(x), x) if hasattr(block, "intermediate") else block(x)
 

@@ -204,11 +204,28 @@ class HalfPrecisionRouter(nn.Module):
         return logits, weights, ids
 
 
+HINT = "\nhint: compute logits in float32 whatever the model is in"
+
+
+def test_a_router_in_16_bits_is_told_what_to_do() -> None:
+    matrix = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def rounds(x: Tensor) -> Answer:
+        top = torch.softmax(x.bfloat16() @ matrix.t(), -1).topk(3)
+        return top.indices, top.values
+
+    text = failed(lambda: check_router(rounds, num_experts=8, top_k=3, takes="tokens", width=16))
+    assert "FAILED   gradient" in text and text.endswith(HINT)
+    text = failed(lambda: check_router(lambda x: x @ matrix.t(), num_experts=8, top_k=3, takes="tokens", width=16))
+    assert "no answer to plain input" in text and text.endswith(HINT)
+    assert "hint" not in failed(lambda: check_router(renormalised, config=EIGHT))
+
+
 def test_a_users_module_with_bfloat16_logits_is_found() -> None:
     # vllm-project/vllm#14027: finite, plausible, and other experts
     router = HalfPrecisionRouter().train()
     text = failed(lambda: check_router(router, num_experts=32, top_k=4))
-    assert "FAILED   float32 selection" in text and "tokens differ" in text
+    assert "FAILED   float32 selection" in text and "tokens differ" in text and text.endswith(HINT)
     assert "passed   token order" in text and "passed   gradient" in text  # the rest of it is right
     assert router.training  # left as it came
 
@@ -243,6 +260,9 @@ def test_check_router_arguments() -> None:
         check_router(3)
     with pytest.raises(ValueError, match="skip: expected one of 'valid'"):
         check_router(good, num_experts=8, top_k=3, skip=["validity"])
+    for skip, got in ((5, "int 5"), ("ties", "str 'ties'")):
+        with pytest.raises(TypeError, match=f"skip: expected a collection of names of properties, got {got}"):
+            check_router(good, num_experts=8, top_k=3, skip=skip)
     with pytest.raises(ValueError, match="takes: expected one of"):
         check_router(good, num_experts=8, top_k=3, takes="words")  # type: ignore[arg-type]
     assert "a tuple with integer ids" in failed(lambda: check_router(lambda z: z, num_experts=8, top_k=3))

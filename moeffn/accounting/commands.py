@@ -19,6 +19,8 @@ from .storage import FORMATS, stored
 from .traffic import expert_counts
 from .workload import Workload, clusters
 
+SOURCE = "A preset (`moeffn params list` shows all), or the path of a config.json or its folder."
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line's application."""
@@ -40,11 +42,11 @@ def _list(value: str, name: str) -> tuple[int, ...]:
 
 
 def params(
-    source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name; `list` shows them")],
+    source: Annotated[str, typer.Argument(help=SOURCE)],
     convention: Annotated[str, typer.Option(
-        help=f"what counts: {', '.join(VENDORS)}; or pairs, as in scope=model+mtp,active=none,idle=max")] = "all",
-    fmt: Annotated[str, typer.Option("--format", help=f"bytes in this format: {', '.join(FORMATS)}")] = "bf16",
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+        help=f"What counts: {', '.join(VENDORS)}; or pairs, as in scope=model+mtp,active=none,idle=max.")] = "all",
+    fmt: Annotated[str, typer.Option("--format", help=f"Bytes in this format: {', '.join(FORMATS)}.")] = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Total and active weights of a model, and where they are."""
     if source == "list":
@@ -112,22 +114,22 @@ def _places(runs: list[LayerCount]) -> str:
 
 
 def plan(
-    source: Annotated[str, typer.Argument(help="config.json, its folder, or a preset's name; `list` shows clusters")],
+    source: Annotated[str, typer.Argument(help=SOURCE)],
     cluster: Annotated[str, typer.Option(
-        help=f"GPUs, links and measured exchanges: {', '.join(clusters())}; `moeffn plan list` explains")] = "H800",
-    ranks: Annotated[str, typer.Option(help="expert-parallel sizes, in GPUs")] = "1,2,4,8,16,32,64,128,256",
-    tokens: Annotated[str, typer.Option(help="tokens (decode: sequences) a rank")] = "32,128",
-    context: Annotated[int, typer.Option(help="past tokens of each sequence")] = 4096,
-    prefill: Annotated[bool, typer.Option(help="prompts instead of decoding")] = False,
-    exchange: Annotated[str, typer.Option(help="auto, direct, hierarchical or alltoall")] = "auto",
-    overlap: Annotated[str, typer.Option(help="none, two_batches or chunks")] = "none",
-    dtype: Annotated[str, typer.Option(help="format of weights, products and dispatch: fp8 or bf16")] = "fp8",
-    replicas: Annotated[int, typer.Option(help="further copies of hot experts")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="JSON: rows of expert ids, or one load for each expert")] = None,
-    png: Annotated[Path | None, typer.Option(help="write a plot here (needs matplotlib)")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
+        help=f"GPUs and links: {', '.join(clusters())}; `moeffn plan list` explains them.")] = "H800",
+    ranks: Annotated[str, typer.Option(help="Expert-parallel sizes, split by commas.")] = "1,2,4,8,16,32,64,128,256",
+    tokens: Annotated[str, typer.Option(help="Tokens per rank (decoding: sequences), split by commas.")] = "32,128",
+    context: Annotated[int, typer.Option(help="Past tokens of each sequence.")] = 4096,
+    prefill: Annotated[bool, typer.Option(help="Prompts instead of decoding.")] = False,
+    exchange: Annotated[str, typer.Option(help="How tokens travel: auto, direct, hierarchical or alltoall.")] = "auto",
+    overlap: Annotated[str, typer.Option(help="What hides the exchange: none, two_batches or chunks.")] = "none",
+    dtype: Annotated[str, typer.Option(help="Format of weights, products and dispatch: fp8 or bf16.")] = "fp8",
+    replicas: Annotated[int, typer.Option(help="Further copies of hot experts.")] = 0,
+    trace: Annotated[Path | None, typer.Option(help="JSON file: rows of expert ids, or one load per expert.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a plot to this file (needs matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Tokens/s a GPU, memory and step time against the number of expert-parallel ranks."""
+    """Tokens/s per GPU, memory and step time against the number of expert-parallel ranks: bounds, not measurements."""
     if source == "list":
         _show_clusters()
         return

@@ -156,7 +156,7 @@ def load(source: str | Path | Mapping[str, Any] | Architecture) -> tuple[str, Ar
     if not isinstance(source, str | Path):
         raise TypeError(f"source: expected a preset name, a path, a config or a module, got {type(source).__name__}")
     path = Path(source)
-    if path.is_dir():
+    if path.is_dir() and source:  # "" is no name for the folder that the process runs in
         path = path / "config.json"
     if path.is_file():
         try:

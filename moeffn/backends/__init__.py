@@ -11,10 +11,10 @@ import torch
 
 from .. import checks
 from ..config import RouterConfig
-from .base import Backend, Grads, Needs, plain_inference
+from .base import Backend, Grads, Needs, differentiated, plain_inference
 
-__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "check_name", "get", "plain_inference", "resolve",
-           "routes"]
+__all__ = ["BACKENDS", "Backend", "Grads", "Needs", "available", "check_name", "differentiated", "get",
+           "plain_inference", "resolve", "routes"]
 
 BACKENDS = {
     "reference": ("reference", "ReferenceBackend"),

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..types import ExpertWeights, Plan
 
 
@@ -65,9 +66,27 @@ class Backend(Protocol):
         for it. Experts without rows get gradients of exactly zero."""
 
 
+def differentiated(*tensors: Tensor) -> bool:
+    """Whether one of them requires a gradient, at any level of torch.func's transforms: a batched tensor does not tell.
+    NotImplementedError where torch.func.grad asks for it, which takes no registered operator."""
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return needs
+    functorch = torch._C._functorch
+    inner = [t for t in tensors if functorch.is_functorch_wrapped_tensor(t)]
+    while inner and torch.is_grad_enabled():
+        inner = [functorch.get_unwrapped(t) for t in inner if functorch.is_functorch_wrapped_tensor(t)]
+        needs |= any(t.requires_grad for t in inner)
+    if needs and any(level.key() == functorch.TransformType.Grad for level in functorch.get_interpreter_stack()):
+        raise checks.only_reference("runs under torch.func.grad")
+    return needs
+
+
 def plain_inference(*tensors: Tensor) -> bool:
     """True where a registered operator would add nothing: ordinary tensors, nothing to differentiate or trace."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+        return False
+    if torch._C._are_functorch_transforms_active():
         return False
     if any(type(t) not in (Tensor, torch.nn.Parameter) or t.device.type == "meta" for t in tensors):
         return False

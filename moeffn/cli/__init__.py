@@ -20,12 +20,12 @@ import typer
 
 # name: (module with `register(app)`, the line that `moeffn --help` shows)
 COMMANDS = {
-    "doctor": ("moeffn.cli.doctor", "What runs here: backends and why not, versions, CPU features, threads."),
+    "doctor": ("moeffn.cli.doctor", "Which backends run here and why others do not; versions, CPU features, threads."),
     "demo": ("moeffn.cli.demo", "Replace, upcycle and train the FFNs of a pretrained text encoder; shows the figures."),
     "params": ("moeffn.accounting.commands", "Total and active weights of a model, and where they are."),
     "plan": ("moeffn.accounting.commands", "Expert parallelism of a model over a cluster: traffic, memory, bounds."),
     "check": ("moeffn.cli.check", "The promises of the runtime, tried here: on a device, or over ranks with --ep."),
-    "tune": ("moeffn.cli.tune", "Measure the Triton tiles of a layer on this GPU; write those that beat the shipped."),
+    "tune": ("moeffn.cli.tune", "Measure Triton tiles of a layer on this GPU; write those that beat the shipped ones."),
     "bench": ("moeffn.cli.bench", "Speed of one MoE block at the real size of a public model, checked and measured."),
 }
 _READABLE = re.compile(r": expected .+, got ", re.DOTALL)

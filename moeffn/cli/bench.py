@@ -28,8 +28,9 @@ def register(app: typer.Typer) -> None:
         tokens: str = typer.Option("1,64,1024", help="Token counts T, separated by commas."),
         backend: str = typer.Option("auto", help="auto, native, torch, triton or reference."),
         train: bool = typer.Option(False, "--train", help="Measure forward + backward too."),
-        routing: str = typer.Option("uniform", help="uniform, balanced, zipf:A, hot:N, single, "
-                                                      "zero-expert or trace:FILE."),
+        routing: str = typer.Option("uniform", help="uniform, balanced, zipf:A (exponent), hot:N (N experts "
+                                                      "take all), single (one set of experts), zero-expert (half "
+                                                      "are idle) or trace:FILE (ids of shape (rows, K))."),
         dtype: str = typer.Option("bfloat16", help=", ".join(DTYPES) + "."),
         device: str = typer.Option("cpu", help="cpu or cuda."),
         num_experts: int = typer.Option(0, help="Hold fewer experts than the model has; 0: all of them."),
@@ -138,13 +139,18 @@ def run(label: str, config: MoEConfig, *, all_experts: int, tokens: list[int], b
     sizes = Block.of(config)
     total = total_weights(sizes)
     return {
-        "block": label, "config": dataclasses.asdict(config), "experts_held": config.num_experts,
+        "block": label, "config": _plain(config), "experts_held": config.num_experts,
         "experts_of_model": all_experts, "weights_total": total, "weights_active": active_weights(sizes),
         "weight_bytes": total * kind.itemsize, "dtype": dtype, "device": device, "routing": routing, "seed": seed,
         "backend": name, "kernel": kernel_of(name), "threads": torch.get_num_threads(),
         "torch": torch.__version__, "machine": torch.cuda.get_device_name() if device == "cuda" else cpu_model(),
         "ceilings": ceilings, "rows": rows,
     }
+
+
+def _plain(config: MoEConfig) -> dict[str, Any]:
+    """Its fields for JSON, without `key`, which is for operators."""
+    return dataclasses.asdict(config, dict_factory=lambda pairs: {k: v for k, v in pairs if k != "key"})
 
 
 def _refuse_if_too_large(label: str, config: MoEConfig, tokens: int, dtype: torch.dtype, train: bool,
@@ -272,8 +278,9 @@ def _figures(T: int, seconds: float, flops: int, ceilings: dict[str, float]) -> 
 
 
 def _show(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if narrow else 140)  # a pipe has no width: show whole numbers
@@ -291,10 +298,12 @@ def _show(result: dict[str, Any]) -> None:
     ceilings = result["ceilings"]
     console.print(f"ceilings measured in this run: matmul {ceilings['matmul_gflops']:.0f} GFLOP/s, "
                   f"memory read {ceilings['read_gbytes']:.1f} GB/s")
-    table = Table("T", "what", "ms", "tokens/s", "GFLOP/s", "% of matmul", "weights GB/s", "% of read", "max/mean load",
-                  "error / budget", title=f"routing {result['routing']}, seed {result['seed']}", title_justify="left")
+    table = Table("T", "pass", *(Column(name, justify="right") for name in (
+        "ms", "tokens/s", "GFLOP/s", "MFU %", "GB/s", "MBU %", "load", "error")),
+        title=f"routing {result['routing']}, seed {result['seed']}", title_justify="left", box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0))
     for row in result["rows"]:
-        for key, what in (("forward", "forward"), ("forward_backward", "forward + backward")):
+        for key, what in (("forward", "fwd"), ("forward_backward", "fwd+bwd")):
             if key not in row:
                 continue
             f, forward = row[key], key == "forward"
@@ -306,5 +315,6 @@ def _show(result: dict[str, Any]) -> None:
                 f"{100 * row['read_of_ceiling']:.0f}" if forward else "", f"{row['max_over_mean_load']:.2f}",
                 f"{error:.2f}" + ("" if error <= 1 else " [bold red]WRONG[/]"))
     console.print(table)
-    console.print("error / budget: relative error of a sample of tokens against float64 over twice that of plain torch "
-                  "in the same dtype; up to 1 is right.")
+    console.print("MFU, MBU: GFLOP/s and GB/s of weights, of the ceilings; load: the fullest expert's over the mean; "
+                  "error: of a sample of tokens against float64, over twice that of plain torch in the same dtype: up "
+                  "to 1 is right.", soft_wrap=True)

@@ -90,6 +90,13 @@ def show_equal(result: DemoResult, console: Console) -> None:
                       "[green]yes[/]" if error <= result.budget else "[bold red]NO[/]",
                       f"{result.tokens_per_second[name]:,.0f}", f"{total:,}", f"{active:,}")
     console.print(table)
+    speed = result.tokens_per_second["MoEFFN"] / result.tokens_per_second["untouched"]
+    if speed < 1:
+        ffn = weights.layers[0]  # all of one size
+        console.print(f"MoEFFN runs at {speed:.2f} of the untouched encoder's tokens/s: a token passes "
+                      f"{ffn.active / ffn.dense:.1f} times the FFN weights, and a batch reads all "
+                      f"{ffn.total / ffn.dense:.1f} times. A mixture saves time against a dense model of its total "
+                      "weights, not against the one it came from.", soft_wrap=True)
 
 
 def show_trained(result: DemoResult, console: Console) -> None:

@@ -24,7 +24,7 @@ CPU_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "a
 def register(app: typer.Typer) -> None:
     @app.command()
     def doctor(as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables.")) -> None:
-        """What runs here: backends and why not, versions, CPU features, threads."""
+        """Which backends run here and why others do not; versions, CPU features, threads."""
         found = inspect_machine()
         if as_json:
             typer.echo(json.dumps(found, indent=2))
@@ -151,10 +151,10 @@ def _show(found: dict[str, Any]) -> None:
     for row in found["backends"]:
         places.setdefault((row["backend"], row["device"]), {}).setdefault(row["why_not"], []).append(row["dtype"])
     for (backend, device), reasons in places.items():
-        runs = "[green]" + ", ".join(reasons.pop(None)) + "[/]" if None in reasons else "[red]none[/]"
-        why = "; ".join(f"{escape(str(r))} ({', '.join(d)})" if len(d) < len(DTYPES) else escape(str(r))
-                        for r, d in reasons.items())
-        table.add_row(backend, device, runs, why)
+        runs = reasons.pop(None, None)
+        why = "; ".join(escape(str(r)) + (f" ({', '.join(d)})" if len(d) < len(DTYPES) else "")
+                        for r, d in reasons.items() if not runs)
+        table.add_row(backend, device, f"[green]{', '.join(runs)}[/]" if runs else "[red]none[/]", why)
     console.print(table)
     chosen: dict[str, list[str]] = {}
     for place, backend in found["auto"].items():

@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
              d_model: int = typer.Option(2048, help="Width of the model."),
              d_expert: int = typer.Option(768, help="Width of an expert."),
              experts: int = typer.Option(128, help="Experts."),
-             top_k: int = typer.Option(8, help="Experts a token."),
+             top_k: int = typer.Option(8, help="Experts per token."),
              tokens: str = typer.Option("128,1024,32768", help="Token counts, separated by commas: one for each "
                                                                "bucket of rows per expert (to 16, to 96, more)."),
              dtype: str = typer.Option("bfloat16", help=", ".join(DTYPES) + ".")) -> None:

@@ -243,7 +243,8 @@ ADAPTERS: dict[str, Adapter] = {
     "jetmoe": Adapter(_reader("activation"), ("input_linear", "output_linear")),
     "longcat_flash": Adapter(_read_longcat, ("identity_expert",)),
     "switch_transformers": Adapter(_reader("*.act", gated=False), ("*",), "in training with dropout between the "
-                                   "projections, the experts' own forward runs"),
+                                   "projections, the experts' own forward runs; with a backend other than torch asked "
+                                   "for by name, idle experts get gradients of zero where the original gives None"),
     "inkling_shared": Adapter(_reader("act_fn")),
     "doge": Adapter(_reader("act_fn"), ("*",)),
     "vitpose_backbone": Adapter(_reader("act", gated=False), ("*",), "no router: the data set of a sample names its "

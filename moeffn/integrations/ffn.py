@@ -116,7 +116,7 @@ def obstacle(module: nn.Module, found: dict[str, nn.Module]) -> str | None:
     for name, part in module.named_modules():
         if "forward" in part.__dict__:
             return f"forward was replaced on the instance{' of ' + name if name else ''}"
-        if name and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
+        if name and _hooked(part):
             return f"hooks on {name} would no longer run"
     kinds = {layer.weight.dtype for layer in found.values()}
     if len(kinds) > 1 or not next(iter(kinds)).is_floating_point:
@@ -261,17 +261,22 @@ def run(x: Tensor, p: DensePlan, layers: list[Any], out: Any) -> Tensor:
 
 def own_forward_now(module: Any, p: DensePlan, layers: list[Any]) -> bool:
     """Whether the module's own forward must run: training noise between the projections, or, since the replacement,
-    projections wrapped or hooked (adapters such as LoRA) or an activation exchanged, of which a warning tells once."""
+    projections wrapped or hooked (adapters such as LoRA) or an activation exchanged or hooked, of which a warning tells
+    once."""
     if module.training and (p.noisy or any(module.get_submodule(n).p > 0 for n in p.inner)):
         return True
     for layer in layers:
-        if not isinstance(layer, (nn.Linear, Conv1D)) or layer._forward_hooks or layer._forward_pre_hooks:
+        if not isinstance(layer, (nn.Linear, Conv1D)) or _hooked(layer):
             _warn(module, f"a projection of {type(module).__name__} ({type(layer).__name__}) was wrapped or hooked")
             return True
-    changed = gates.exchanged(module, p.held)
+    changed = gates.exchanged(module, p.held) or next((path for path, part in p.held if _hooked(part)), None)
     if changed is not None:
-        _warn(module, f"{changed} of {type(module).__name__} was exchanged")
+        _warn(module, f"{changed} of {type(module).__name__} was exchanged or hooked")
     return changed is not None
+
+
+def _hooked(part: Any) -> bool:
+    return isinstance(part, nn.Module) and bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
 
 
 def _warn(module: Any, what: str) -> None:

@@ -76,10 +76,14 @@ def replace_ffn(model: nn.Module, *, backend: str = "auto", moe: bool = True, de
 
     `model` is a transformers model, one of its blocks, or any module with FFNs inside. Parameters, state dict keys,
     routers, return values and `save_pretrained` files stay what they were; `experts_implementation` no longer matters
-    to what was replaced. Everything is planned and checked before
-    anything changes: after an error the model is untouched. Dense FFNs run on plain torch whatever the backend, which
-    the report says of each where another was asked for. What an earlier call replaced stays as it is and is listed as
-    left; a model in which nothing else is to be done is no error.
+    to what was replaced. Everything is planned and checked before anything changes: after an error the model is
+    untouched. Dense FFNs run on plain torch whatever the backend, which the report says of each where another was asked
+    for. What an earlier call replaced stays as it is and is listed as left; a model in which nothing else is to be done
+    is no error.
+
+    Hooks on blocks, routers and shared experts run as before. Those inside a MoE block's experts (on their activation,
+    on a module of one expert) do not, as moeffn calls neither; a dense FFN with hooks inside, put there later, runs its
+    own forward, of which a warning tells. An activation exchanged later is honoured, or refused by name.
 
     Raises ValueError when there is nothing to replace, when an earlier call replaced with another backend, when a MoE
     block is of an unsupported family or computes what moeffn cannot (`on_unsupported="leave"` lists both in the report

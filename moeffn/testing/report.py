@@ -41,6 +41,8 @@ def fail(expected: str, got: object, token: int | None = None) -> NoReturn:
 def run_properties(subject: str, properties: dict[str, Callable[[], None]], skip: Collection[str],
                    answer: Callable[[], object] = lambda: None) -> CheckReport:
     """Run the properties, or, where the subject's `answer` to plain input fails, report that alone."""
+    if isinstance(skip, str) or not isinstance(skip, Collection):
+        raise checks.bad_type("skip", "a collection of names of properties", skip)
     for name in skip:
         checks.one_of("skip", name, properties)
     report = CheckReport()
