@@ -339,6 +339,14 @@ def test_conventions_in_words():
         count("GPT-2", convention="idle=some")
 
 
+def test_a_count_prints_short_and_keeps_its_components():
+    found = count("Qwen3-30B-A3B")
+    assert repr(found) == "Count('Qwen3-30B-A3B', total=30_532_122_624, active=3_353_032_704)"
+    assert repr(count("GLM-4.5", convention="glm")).endswith(", convention='scope=model+mtp,total=none,active=none')")
+    assert found.components["routed"] == found.part("routed")
+    assert tuple(found.components.values()) == found.parts
+
+
 def test_all_vendor_names_work():
     for vendor in VENDORS:
         assert count("DeepSeek-V3", convention=vendor).active > 3e10

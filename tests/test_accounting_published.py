@@ -113,6 +113,8 @@ def test_models_published_with_code_of_their_own(name, convention, total, active
     ("gpt-oss-20b", {"num_experts_per_tok": None, "experts_per_token": 4}),
     ("ERNIE-4.5-21B-A3B", {"moe_k": [6], "moe_num_experts": [64]}),
     ("Hunyuan-A13B", {"moe_topk": [8] * 32, "num_shared_expert": [1] * 32}),
+    ("Qwen3-30B-A3B", {"model_type": "sdar_moe"}),
+    ("Ling-mini-2.0", {"model_type": "llada2_moe", "num_nextn_predict_layers": 0}),
 ])
 def test_names_that_vendors_use(name, changes):
     given = config(name, **changes)
@@ -167,3 +169,88 @@ def dense(name, d, layers, heads, vocab, **more):
 ], ids=lambda v: v["model_type"] if isinstance(v, dict) else "")
 def test_configs_as_published(published, total):
     assert count(published).total == total
+
+
+def test_a_mixture_of_a_dense_family_is_refused():
+    """OpenMoE says it is a Llama, Phixtral a Phi: counted as dense they would lose most of their weights."""
+    llama = dense("llama", 2048, 24, 24, 256384, num_key_value_heads=24, head_dim=128, intermediate_size=8192)
+    with pytest.raises(ValueError, match="num_experts: a 'llama' with experts has no weight table, got 32"):
+        count({**llama, "num_experts": 32})
+    assert count({**llama, "num_experts": 1}).total == count(llama).total
+    phi = {"model_type": "phi-msft", "n_embd": 2560, "n_head": 32, "n_layer": 32, "vocab_size": 51200}
+    with pytest.raises(ValueError, match="num_local_experts: a 'phi-msft' with experts"):
+        count({**phi, "num_local_experts": 4, "num_experts_per_tok": 2})
+
+
+def blocks(*runs):
+    """Blocks of Llama-Nemotron: (how many, with attention, FFN multiple)."""
+    return [{"attention": {"n_heads_in_group": 8 if on else None, "no_op": not on}, "ffn": {"ffn_mult": times}}
+            for count, on, times in runs for _ in range(count)]
+
+
+def test_llama_nemotron_super():
+    """49B: 31 of its 80 layers have no attention and so one norm, FFNs of six widths."""
+    found = blocks((1, 1, 2.625), (5, 1, 5.25), (2, 0, 2.625), (3, 1, 5.25), (1, 0, 3.28125), (30, 1, 5.25),
+                   (6, 0, 1.3125), (3, 0, 2.625), (1, 0, 5.25), (1, 1, 5.25), (4, 0, 1.3125), (8, 0, 1.0), (6, 0, 0.5),
+                   (9, 1, 5.25))
+    sizes = dense("nemotron-nas", 8192, 80, 64, 128256, num_key_value_heads=None, intermediate_size=None)
+    assert count({**sizes, "block_configs": found}).total == 49_867_145_216
+
+
+@pytest.mark.parametrize(("published", "total", "active"), [
+    # Encoders from the keys of their own code, one a mixture: 475M, 305M of them active.
+    ({"model_type": "nomic_bert", "activation_function": "gelu", "moe_every_n_layers": 2, "moe_top_k": 2,
+      "num_experts": 8, "n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "vocab_size": 250048,
+      "type_vocab_size": 1, "qkv_proj_bias": True, "mlp_fc1_bias": True}, 475_292_928, 305_423_616),
+    ({"model_type": "nomic_bert", "activation_function": "swiglu", "n_embd": 768, "n_head": 12, "n_inner": 3072,
+      "n_layer": 12, "vocab_size": 30528, "type_vocab_size": 2, "qkv_proj_bias": False, "mlp_fc1_bias": False},
+     136_731_648, 136_731_648),
+    ({"model_type": "hf_olmo", "d_model": 4096, "n_layers": 32, "n_heads": 32, "mlp_hidden_size": 22016,
+      "activation_type": "swiglu", "block_type": "sequential", "layer_norm_type": "default", "vocab_size": 50280,
+      "embedding_size": 50304, "weight_tying": False}, 6_888_095_744, 6_888_095_744),
+    ({"model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
+      "mlp_hidden_size": 12288, "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms",
+      "layer_norm_with_affine": True, "vocab_size": 126464, "embedding_size": 126464, "weight_tying": False},
+     8_015_581_184, 8_015_581_184),
+    ({"model_type": "phi3small", "hidden_size": 4096, "ff_intermediate_size": 14336, "num_hidden_layers": 32,
+      "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100352}, 7_392_272_384, 7_392_272_384),
+    ({"model_type": "openelm", "model_dim": 2048, "num_transformer_layers": 28, "head_dim": 64, "vocab_size": 32000,
+      "num_query_heads": [16] * 3 + [20] * 7 + [24] * 8 + [28] * 6 + [32] * 4, "ffn_dim_divisor": 256,
+      "num_kv_heads": [4] * 3 + [5] * 7 + [6] * 8 + [7] * 6 + [8] * 4, "ffn_with_glu": True,
+      "normalize_qk_projections": True, "share_input_output_layers": True,
+      "ffn_multipliers": [0.5, 0.63, 0.76, 0.89, 1.02, 1.15, 1.28, 1.41, 1.54, 1.67, 1.8, 1.93, 2.06, 2.19, 2.31, 2.44,
+                          2.57, 2.7, 2.83, 2.96, 3.09, 3.22, 3.35, 3.48, 3.61, 3.74, 3.87, 4.0]},
+     1_079_891_456, 1_079_891_456),
+], ids=["nomic-v2-moe", "nomic-v1.5", "OLMo-7B", "LLaDA-8B", "Phi-3-small", "OpenELM-1.1B"])
+def test_other_layouts_as_published(published, total, active):
+    found = count(published)
+    assert (found.total, found.active) == (total, active)
+
+
+def test_a_wrapper_with_flat_keys():
+    """Qwen2.5-VL 7B as published: the keys of the language model, Qwen2.5 7B, beside those of the tower."""
+    published = {**find_preset("Qwen2.5-7B").config, "model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 1280}}
+    assert count(published).total == count("Qwen2.5-7B").total
+    assert count(published).excluded == ("vision_config",)
+
+
+def test_longcat_flash_lite():
+    """68.5B, 31.4B of them in tables of n-grams, and 2.9B to 4.5B active without the input tables."""
+    lite = config("LongCat-Flash", model_type="longcat_flash_ngram", hidden_size=3072, ffn_hidden_size=6144,
+                  expert_ffn_hidden_size=1024, num_layers=14, num_attention_heads=32, n_routed_experts=256,
+                  zero_expert_num=128, ngram_vocab_size_ratio=78, emb_neighbor_num=4, emb_split_num=4)
+    found = count(lite)
+    assert found.total == pytest.approx(68.5e9, rel=1e-3)
+    assert found.part("embedding").total - 131072 * 3072 == sum(78 * 131072 + 2 * i + 1 for i in range(12)) * 256
+    bounds = [count(lite, convention=f"active=head,idle={idle}").active for idle in ("min", "max")]
+    assert [round(bound / 1e9, 1) for bound in bounds] == [2.9, 4.5]
+
+
+def test_ring_mini_linear():
+    """16.4B, 1.6B active: lightning attention with all heads, a gate and a norm in four of five layers."""
+    changes = {"model_type": "bailing_moe_linear", "layer_group_size": 5, "num_nextn_predict_layers": 0}
+    found, full = count(config("Ling-mini-2.0", **changes)), count("Ling-mini-2.0")
+    d = 2048  # 16 heads of 128 fill it; the full layers have 4 key/value heads
+    linear = 16 * ((4 * d * d + d * d + d) - (2 * d * d + 2 * d * 4 * 128))
+    assert found.total - full.total == found.active - full.active == linear
+    assert (round(found.total / 1e9, 1), round(found.active / 1e9, 1)) == (16.4, 1.6)

@@ -90,12 +90,13 @@ class LayerCount:
     top_k: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Count:
     """Integers all: the weights of a model under `convention`.
 
     total, active: under the convention. active_all, active_head, active_none: the same scope under each treatment of
-    the embeddings. parts, layers: components and runs of equal layers (whole, whatever the embeddings' treatment).
+    the embeddings. parts, layers: components and runs of equal layers (whole, whatever the embeddings' treatment);
+    `components` holds the former by name.
     buffers: selection biases that are no parameters. mtp_total, mtp_active: multi-token-prediction layers.
     assumed: keys whose absence was read as the value shown. excluded: what the config names and the table leaves out.
     """
@@ -115,6 +116,16 @@ class Count:
     mtp_active: int
     assumed: tuple[tuple[str, object], ...] = ()
     excluded: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        said = [f"{key}={value}" for key, value in vars(self.convention).items() if value != getattr(Convention(), key)]
+        under = f", convention={','.join(said)!r}" if said else ""
+        return f"Count({self.name!r}, total={self.total:_}, active={self.active:_}{under})"
+
+    @property
+    def components(self) -> dict[str, PartCount]:
+        """Parts by name."""
+        return {p.part: p for p in self.parts}
 
     @property
     def ffn_total(self) -> int:

@@ -118,6 +118,14 @@ OWN_HEAD_DIM = {
 ROUNDS_DOWN = {"glm4_moe", "glm4v_moe_text", "qwen3_omni_moe_text"}
 
 
+def without_experts(k: Keys) -> None:
+    """Refuses a config that names experts of a family whose table has none: a mixture would be counted as dense."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if k.has(name) and k.integer(name, minimum=0) > 1:
+            raise ValueError(f"{k.where}.{name}: a {k.text('model_type')!r} with experts has no weight table, "
+                             f"got {k.data[name]}")
+
+
 def attention_bias(k: Keys) -> str:
     """The projections with a bias where one flag, false when absent, is for all of them."""
     return "qkvo" if k.flag("attention_bias", absent=False) else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .families import block, decoder, family
+from .families import block, decoder, family, without_experts
 from .ffns import dense
 from .mixers import gqa
 from .reader import Keys
@@ -59,6 +59,7 @@ CLASSIC = {
 @family(*CLASSIC)
 def classic(k: Keys) -> Architecture:
     name = k.text("model_type")
+    without_experts(k)
     c = CLASSIC[name]
     d = k.integer("n_embd", "hidden_size", "d_model")
     n = k.integer("n_layer", "num_hidden_layers", "num_layers", "n_layers", "decoder_layers")

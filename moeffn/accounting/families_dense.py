@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .families import block, decoder, family, heads_of, predictions, predictor, width_and_depth, windows
+from .families import (
+    block,
+    decoder,
+    family,
+    heads_of,
+    predictions,
+    predictor,
+    width_and_depth,
+    windows,
+    without_experts,
+)
 from .ffns import dense
 from .mixers import gqa, mla
 from .reader import Keys
@@ -102,6 +112,11 @@ PLAIN = {
     "voxtral_realtime_text": Plain(bias=""),
     "emu3_text_model": Plain(),
     "phi4_multimodal": Plain(bias=""),
+    "phi4mm": Plain(bias=""),
+    "Dream": Plain(bias="qkv", bias_key="", bias_absent=True),
+    "sdar": Plain(qk_norm="head"),
+    "hunyuan_vl_text": Plain(qk_norm="head", tied=True),
+    "granite4_vision_text": Plain(),
     "molmo2_text": Plain(qk_norm="head", more="additional_vocab_size"),
     "eurobert": Plain(head=False),
     "esmc": Plain(bias="", qk_norm="full", norm_bias=True, final_bias=False, head=False),
@@ -113,6 +128,7 @@ PLAIN = {
 def plain(k: Keys) -> Architecture:
     """Every layer: grouped-query attention and one FFN of three matrices (two in some families)."""
     name = k.text("model_type")
+    without_experts(k)
     p = PLAIN[name]
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
@@ -137,7 +153,8 @@ def plain(k: Keys) -> Architecture:
         found, mixer = gqa(d, heads, kv, width, bias=p.bias if biased else "", qk_norm=qk_norm, gate=p.gate,
                            window=window, sinks=p.sinks)
         layers.append(block("dense", (found + lambdas, mixer), ffn, norms))
-    towers = ("img_processor", *(("vision_config", "audio_config") if name == "phi4_multimodal" else ()))
+    towers = ("img_processor", "embd_layer", "vision_lora", "speech_lora",
+              *(("vision_config", "audio_config") if name == "phi4_multimodal" else ()))
     k.excluded.extend(key for key in towers if k.has(key))
     extra = (Weight("embedding", (k.integer(p.more, minimum=0), d), "table"),) if p.more else ()
     mtp = (predictor(d, layers[-1]),) * (predictions(k) if name == "mimo" else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .families import block, family
-from .ffns import dense
+from .ffns import dense, moe
 from .mixers import Mixed, gqa
 from .reader import Keys
 from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
@@ -62,6 +62,8 @@ def encoder(k: Keys) -> Architecture:
     """Every layer: attention of `num_attention_heads` heads and an FFN, both behind norms with biases."""
     name = k.text("model_type")
     e = ENCODERS[name]
+    if name == "nomic_bert" and k.has("n_embd"):
+        return nomic(k)
     d = k.integer("hidden_size", "dim", "emb_dim")
     n = k.integer("num_hidden_layers", "n_layers")
     heads = 1 if name == "fnet" else k.integer("num_attention_heads", "n_heads")
@@ -94,6 +96,25 @@ def encoder(k: Keys) -> Architecture:
         layers = _shared(k, layer, n)
     return Architecture(name, d, k.integer("vocab_size"), layers, tuple(outer), True,
                         assumed=tuple(sorted(k.assumed.items())), excluded=tuple(k.excluded))
+
+
+def nomic(k: Keys) -> Architecture:
+    """Nomic's encoders from the keys of their own code: gated FFNs, or in turn plain ones and mixtures of them whose
+    experts share one output bias."""
+    d, n, heads, hidden = (k.integer(key) for key in ("n_embd", "n_layer", "n_head", "n_inner"))
+    bias = "qkvo" if k.flag("qkv_proj_bias") else ""
+    gated = k.text("activation_function") in ("swiglu", "geglu", "glu")
+    plain = dense(d, hidden, gated=gated, bias=k.flag("mlp_fc1_bias"))
+    every = k.integer("moe_every_n_layers", absent=0, minimum=0) if k.has("num_experts") else 0
+    ffn = [*moe(d, hidden, k.integer("num_experts"), k.integer("moe_top_k"), gated=gated, where="config.moe_top_k"),
+           Weight("routed", (d,), "bias")] if every else plain
+    mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=bias)
+    sparse = [every > 0 and i % every == 1 for i in range(n)]
+    layers = tuple(block("sparse" if on else "dense", mixed, ffn if on else plain, norm(d, True, 2)) for on in sparse)
+    tables = [Weight("embedding", (rows, d), "table")
+              for rows in (k.integer("vocab_size"), k.integer("type_vocab_size", minimum=0)) if rows]
+    return Architecture("nomic_bert", d, tables[0].shape[0], layers, (*tables, *norm(d, True)), True,
+                        assumed=tuple(sorted(k.assumed.items())))
 
 
 def _tables(k: Keys, e: Encoder) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .families import attention_bias, block, decoder, family, heads_of, tower, width_and_depth, windows
 from .families_dense import plain
 from .ffns import dense, moe
@@ -118,3 +120,50 @@ def gemma3n(k: Keys) -> Architecture:
     extra = [Weight("embedding", (k.integer("vocab_size_per_layer_input"), n * inputs), "table"), *norm(inputs)]
     extra += matrix("other", n * inputs, d) + matrix("other", d, d) * (2 * (streams - 1))
     return decoder(k, "gemma3n", d, layers, tied=True, extra=tuple(extra))
+
+
+@family("diffusion_gemma", "diffusion_gemma_text")
+def diffusion_gemma(k: Keys) -> Architecture:
+    """DiffusionGemma: Gemma 4 with experts whose encoder and decoder are the same weights, and one more FFN that feeds
+    the last prediction back."""
+    fixed = {"enable_moe_block": True, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    name, nested = k.text("model_type"), k.has("text_config")
+    inner = k.inside("text_config") if nested else k
+    own = {**inner.data, **fixed}
+    k.data = {**k.data, "text_config": own} if nested else own
+    model = gemma4(k)
+    more = dense(model.d_model, inner.integer("intermediate_size")) + norm(model.d_model)
+    return replace(model, family=name, outer=(*model.outer, *more))
+
+
+@family("embedding_gemma2_text")
+def embedding_gemma(k: Keys) -> Architecture:
+    """EmbeddingGemma 2: Gemma 4's encoder, its inputs for each layer a projection alone; no head."""
+    d, n = width_and_depth(k)
+    heads, inputs = k.integer("num_attention_heads"), k.integer("hidden_size_per_layer_input")
+    bias, ffn = attention_bias(k), dense(d, k.integer("intermediate_size"))
+    more = matrix("other", inputs, d) + matrix("other", d, inputs)
+    layers = []
+    for i, window in enumerate(windows(k, n)):
+        own = k.layer(i)
+        mixed = gqa(d, heads, own.integer("num_key_value_heads"), own.integer("head_dim"), bias=bias, qk_norm="head",
+                    window=window)
+        layers.append(block("dense", mixed, ffn + more, norm(d, copies=5)))
+    outer = matrix("other", n * inputs, d) + norm(inputs) + matrix("other", k.integer("embedding_dim"), d)
+    return decoder(k, "embedding_gemma2", d, layers, tied=True, head=False, extra=tuple(outer))
+
+
+@family("t5gemma2")
+def t5gemma2(k: Keys) -> Architecture:
+    """T5Gemma 2: Gemma 3 with its image tower as the encoder, and a decoder whose one attention looks at both; one
+    table for both and the head."""
+    if not k.tied(True):
+        raise ValueError("config.tie_word_embeddings: a T5Gemma 2 with tables of its own has no weight table")
+    encoder, inner = gemma3(k.inside("encoder")), k.inside("decoder")
+    inner.data = {**inner.data, "model_type": "gemma3_text"}
+    stack = plain(inner)
+    if stack.d_model != encoder.d_model:
+        raise ValueError(f"config.decoder.hidden_size: expected {encoder.d_model} as in the encoder")
+    extra = (*norm(stack.d_model), Weight("embedding", (stack.d_model,), "filter"))  # of the token that ends an image
+    return replace(encoder, family="t5gemma2", layers=encoder.layers + stack.layers, outer=(*encoder.outer, *extra),
+                   assumed=tuple(sorted(k.assumed.items())))

@@ -144,9 +144,10 @@ def lfm2(k: Keys) -> Architecture:
     return decoder(k, name, d, layers, tied=True)
 
 
-@family("longcat_flash")
+@family("longcat_flash", "longcat_flash_ngram")
 def longcat(k: Keys) -> Architecture:
-    """Two latent attentions and two dense FFNs a layer, beside experts of which some compute nothing."""
+    """Two latent attentions and two dense FFNs a layer, beside experts of which some compute nothing. LongCat-Flash-Lite
+    adds tables of n-grams to the embedding, each with a projection."""
     d, n = k.integer("hidden_size"), k.integer("num_layers", "num_hidden_layers")
     found, mixer = mla(d, k.integer("num_attention_heads"), k.integer("q_lora_rank"), k.integer("kv_lora_rank"),
                        k.integer("qk_nope_head_dim"), k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
@@ -158,7 +159,14 @@ def longcat(k: Keys) -> Architecture:
     plain = dense(d, k.integer("ffn_hidden_size", "intermediate_size"))
     layer = Layer("sparse", tuple(found * 2 + ffn + plain * 2 + norm(d, copies=4)), (mixer, mixer))
     predicted = predictor(d, Layer("mtp", tuple(found + plain + norm(d, copies=2)), (mixer,)))  # dense, one attention
-    return decoder(k, "longcat_flash", d, [layer] * n, tied=False, mtp=(predicted,) * predictions(k), mtp_copies=1)
+    extra: list[Weight] = []
+    if k.text("model_type").endswith("ngram") or k.has("ngram_vocab_size_ratio"):
+        tables = k.integer("emb_split_num") * (k.integer("emb_neighbor_num") - 1)
+        rows, width = k.integer("ngram_vocab_size_ratio") * k.integer("vocab_size"), k.divide("emb_width", d, tables)
+        extra = [Weight("embedding", (rows + 2 * i + 1, width), "table") for i in range(tables)]
+        extra += matrix("other", d, width) * tables
+    return decoder(k, "longcat_flash", d, [layer] * n, tied=False, mtp=(predicted,) * predictions(k), mtp_copies=1,
+                   extra=tuple(extra))
 
 
 @family("jetmoe")
@@ -177,7 +185,7 @@ def jetmoe(k: Keys) -> Architecture:
     return decoder(k, "jetmoe", d, [layer] * n, tied=True)
 
 
-@family("cohere2_moe", "cohere2", "cohere")
+@family("cohere2_moe", "cohere2", "cohere", "cohere_compass_text")
 def cohere(k: Keys) -> Architecture:
     """Attention and FFN side by side behind one norm; Command A+ and its dense predecessors."""
     name = k.text("model_type")

@@ -142,6 +142,7 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
         return tuple(found + norm(d)), (mixer,)
     if word in FULL:
         bias = attention_bias(k)
+        k.data = {**k.data, "head_dim": k.integer("head_dim", "attention_head_dim")}
         found, mixer = gqa(d, *heads_of(k, d), bias=bias)
         return tuple(found + norm(d)), (mixer,)
     ffn_bias = k.flag("mlp_bias", absent=False)

@@ -20,7 +20,7 @@ from .families import (
 from .ffns import dense, moe
 from .mixers import Mixed, gqa
 from .reader import Keys
-from .weights import Architecture, Layer, Weight, matrix, norm
+from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
 OWN_EXPERT_WIDTH = {"aria_moe_lm": ("moe_intermediate_size", "intermediate_size"),
                     "smallthinker": ("moe_ffn_hidden_size",)}
@@ -54,7 +54,7 @@ def every_layer(k: Keys) -> Architecture:
                    head_bias=norm_bias and k.flag("lm_head_bias", absent=False))
 
 
-@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum", "flint")
+@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum", "flint", "sdar_moe")
 def qwen(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = width_and_depth(k)
@@ -191,6 +191,9 @@ GROUPED = {
     "deepseek": ("qkvo", False, "", "", "", 2),
     "bailing_moe": ("", False, "flag", "flag", "", 2),
     "bailing_moe_v2": ("", False, "flag", "buffer", "", 2),
+    "llada2_moe": ("", False, "flag", "buffer", "", 2),
+    "bailing_moe_linear": ("", False, "flag", "buffer", "", 2),
+    "deepseek_ocr2_text": ("qkvo", False, "", "", "", 2),
     "mimo_v2_flash": ("qkv", False, "", "buffer", "", 2),
     "unlimited_ocr_text": ("qkvo", False, "", "", "", 2),
     "kolibri1": ("", False, "head", "buffer", "", 4),
@@ -210,12 +213,12 @@ def grouped(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = letters if letters and k.flag("attention_bias", absent=absent) else ""
-    if name.startswith("bailing"):
+    if name.startswith(("bailing", "llada2")):
         bias = "qkv" * k.flag("use_qkv_bias", absent=False) + "o" * k.flag("use_bias", absent=False)
     if selection == "flag":
         selection = "buffer" if k.flag("moe_router_enable_expert_bias", absent=False) else ""
     if qk_norm == "flag":
-        qk_norm = "head" if k.flag("use_qk_norm", absent=name in ("bailing_moe_v2", "sarvam_moe")) else ""
+        qk_norm = "head" if k.flag("use_qk_norm", absent=name not in ("bailing_moe", "glm4_moe")) else ""
     sparse = first_dense(k, n, **ALWAYS_SPARSE.get(name, {}))
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("n_routed_experts", "num_experts", "num_local_experts"),
@@ -226,9 +229,13 @@ def grouped(k: Keys) -> Architecture:
     per_layer = k.each("num_attention_heads_per_layer", layers=n, absent=heads) if name == "laguna" else [heads] * n
     layers = []
     slides = _slides(k, n) if name == "mimo_v2_flash" else []
+    group = k.integer("layer_group_size") if name == "bailing_moe_linear" else 0
     for i, window in enumerate(windows(k, n)):
         if slides:
             mixed = _mimo(k, d, slides[i], bias, window)
+        elif name == "bailing_moe_linear" and (i + 1) % group and i < n - n % group:  # lightning attention
+            mixed = (gqa(d, heads, heads, width, bias=bias, qk_norm=qk_norm, gate="channels")[0] + norm(heads * width),
+                     Mixer(state=heads * width * width))
         else:
             mixed = gqa(d, per_layer[i], kv, width, bias=bias, qk_norm=qk_norm, gate=gate, window=window)
             mixed[0].extend([Weight("attention", (heads,), "filter")] * (name == "beam"))  # bias of the gate

@@ -182,7 +182,4 @@ def xlstm(k: Keys) -> Architecture:
 
 def _times(k: Keys, width: int, key: str) -> int:
     """The width times a factor of the config, rounded down."""
-    factor = k.data.get(key)
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
-        raise ValueError(f"config.{key}: expected a number, got {factor!r}")
-    return int(width * factor)
+    return int(width * k.number(key))

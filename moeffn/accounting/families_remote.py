@@ -5,7 +5,7 @@ Compared with published totals in the tests, since there is no live model to com
 
 from __future__ import annotations
 
-from .families import block, decoder, family, heads_of, width_and_depth
+from .families import block, decoder, family, heads_of, width_and_depth, without_experts
 from .families_dense import plain
 from .ffns import dense, moe
 from .mixers import gqa
@@ -63,7 +63,7 @@ def nemotron_nas(k: Keys) -> Architecture:
     for i, config in enumerate(configs):
         entry = Keys(config, f"config.block_configs[{i}]", k)
         attention, ffn = entry.inside("attention"), entry.inside("ffn")
-        found, mixer, hidden, norms = [], Mixer(), [], norm(d, copies=2)
+        found, mixer, hidden, norms = [], Mixer(), [], norm(d) * 2
         if attention.flag("no_op", absent=False):
             norms = norms[1:]
         elif attention.flag("replace_with_linear", absent=False):
@@ -76,10 +76,7 @@ def nemotron_nas(k: Keys) -> Architecture:
         elif ffn.flag("replace_with_linear", absent=False):
             hidden = matrix("dense", d, d, ffn_bias)
         else:
-            times = ffn.data.get("ffn_mult")
-            if not isinstance(times, int | float):
-                raise ValueError(f"{ffn.where}.ffn_mult: expected a number, got {times!r}")
-            hidden = dense(d, -(-int(2 * times * d / 3) // 256) * 256, bias=ffn_bias)
+            hidden = dense(d, -(-int(2 * ffn.number("ffn_mult") * d / 3) // 256) * 256, bias=ffn_bias)
         layers.append(block("dense", (found, mixer), hidden, norms))
     return decoder(k, "nemotron-nas", d, layers, tied=False)
 
@@ -170,3 +167,52 @@ def step3(k: Keys) -> Architecture:
     layers = [block("sparse" if i in sparse else "dense", mixed, ffn if i in sparse else plain_ffn, norm(d, copies=2))
               for i in range(n)]
     return decoder(k, "step3", d, layers, tied=False)
+
+
+@family("hf_olmo", "llada")
+def olmo(k: Keys) -> Architecture:
+    """OLMo as first published, and LLaDA on the same code. In OLMo's blocks `mlp_hidden_size` is gate and up in one."""
+    without_experts(k)
+    d, n, heads = k.integer("d_model"), k.integer("n_layers"), k.integer("n_heads")
+    kv = k.integer("n_kv_heads", absent=1 if k.flag("multi_query_attention", absent=False) else heads)
+    separate = k.text("block_type") == "llama"
+    hidden = k.integer("mlp_hidden_size")
+    hidden = hidden if separate else k.divide("mlp_hidden_size", hidden, 2)
+    bias = k.flag("include_bias", absent=False)
+    norms = k.text("layer_norm_type") == "rms" and k.flag("layer_norm_with_affine", absent=True)
+    if k.flag("attention_layer_norm", absent=False) or k.text("activation_type") not in ("silu", "swiglu"):
+        raise ValueError(f"{k.where}: no weight table for norms of queries and keys, or FFNs without a gate")
+    mixed = gqa(d, heads, kv, k.divide("head_dim", d, heads),
+                bias="qkv" * (bias or k.flag("include_qkv_bias", absent=False)) + "o" * bias)
+    k.data = {**k.data, "tie_word_embeddings": k.flag("weight_tying"),
+              "vocab_size": k.integer("embedding_size", "vocab_size")}
+    return decoder(k, "olmo", d, [block("dense", mixed, dense(d, hidden, bias=bias), norm(d, copies=2) * norms)] * n,
+                   tied=False, final_norm=norms)
+
+
+@family("phi3small")
+def phi3_small(k: Keys) -> Architecture:
+    """Phi-3-small: biases everywhere; block-sparse attention has the weights of the dense one."""
+    d, n, hidden = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("ff_intermediate_size")
+    mixed = gqa(d, *heads_of(k, d), bias="qkvo")
+    layer = block("dense", mixed, dense(d, hidden, bias=True), norm(d, True, 2))
+    return decoder(k, "phi3small", d, [layer] * n, tied=True, norm_bias=True)
+
+
+@family("openelm")
+def openelm(k: Keys) -> Architecture:
+    """OpenELM: heads and FFNs that widen from layer to layer."""
+    d, n, width = k.integer("model_dim"), k.integer("num_transformer_layers"), k.integer("head_dim")
+    heads, kv = (k.each(key, layers=n, minimum=1) for key in ("num_query_heads", "num_kv_heads"))
+    times, step, gated = k.data.get("ffn_multipliers"), k.integer("ffn_dim_divisor"), k.flag("ffn_with_glu")
+    if not isinstance(times, list) or len(times) != n or not all(isinstance(v, int | float) for v in times):
+        raise ValueError(f"{k.where}.ffn_multipliers: expected {n} numbers, one for each layer, got {times!r}")
+    qk_norm = "head" if k.flag("normalize_qk_projections") else ""
+    layers = []
+    for i in range(n):
+        hidden = max(step, int(times[i] * d + step / 2) // step * step)
+        hidden += step * (hidden < 0.9 * times[i] * d)  # never a tenth below what was asked for
+        mixed = gqa(d, heads[i], kv[i], width, qk_norm=qk_norm)
+        layers.append(block("dense", mixed, dense(d, hidden, gated=gated), norm(d, copies=2)))
+    k.data = {**k.data, "tie_word_embeddings": k.flag("share_input_output_layers")}
+    return decoder(k, "openelm", d, layers, tied=True)

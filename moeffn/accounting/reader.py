@@ -85,6 +85,13 @@ class Keys:
     def flag(self, *names: str, absent: Any = REQUIRED) -> bool:
         return self._typed(names, absent, bool, "true or false")
 
+    def number(self, name: str) -> float:
+        """A number of at least 0."""
+        _, value = self._find((name,), REQUIRED)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{self.where}.{name}: expected a number of at least 0, got {value!r}")
+        return value
+
     def text(self, *names: str, absent: Any = REQUIRED) -> str:
         return self._typed(names, absent, str, "a string")
 
