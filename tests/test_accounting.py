@@ -2,14 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moeffn.accounting import VENDORS, Convention, count, find_preset, presets
 
@@ -309,23 +306,22 @@ def test_conventions_leave_out_norms_biases_and_router_biases():
     assert count(name, convention=Convention(scope="ffn")).total == whole.ffn_total
 
 
-@settings(deadline=None)
-@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 4), st.integers(1, 3), st.booleans())
-def test_count_is_the_sum_of_its_formula(experts, k, shared, layers, tied):
+def test_count_is_the_sum_of_its_formula():
     """DeepSeek layout on any sizes, against the closed formula."""
-    k = min(k, experts)
     d, f, vocab = 32, 24, 50
-    config = {"model_type": "deepseek", "hidden_size": d, "num_hidden_layers": layers, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": f,
-              "n_routed_experts": experts, "num_experts_per_tok": k, "n_shared_experts": shared,
-              "first_k_dense_replace": 1, "tie_word_embeddings": tied, "vocab_size": vocab}
-    found = count(config)
-    attention = d * 8 * (2 * 4 + 2 * 2)
-    head = 0 if tied else vocab * d
-    common = layers * (attention + 2 * d) + d + vocab * d + head + 3 * d * 40
-    sparse = layers - 1
-    assert found.total == common + sparse * (3 * d * f * (experts + shared) + experts * d)
-    assert found.active == common + sparse * (3 * d * f * (k + shared) + experts * d)
+    for experts, k, shared, layers, tied in product((1, 3, 8), (1, 2, 8), (0, 1, 4), (1, 3), (False, True)):
+        k = min(k, experts)
+        config = {"model_type": "deepseek", "hidden_size": d, "num_hidden_layers": layers, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "moe_intermediate_size": f,
+                  "n_routed_experts": experts, "num_experts_per_tok": k, "n_shared_experts": shared,
+                  "first_k_dense_replace": 1, "tie_word_embeddings": tied, "vocab_size": vocab}
+        found = count(config)
+        attention = d * 8 * (2 * 4 + 2 * 2)
+        head = 0 if tied else vocab * d
+        common = layers * (attention + 2 * d) + d + vocab * d + head + 3 * d * 40
+        sparse = layers - 1
+        assert found.total == common + sparse * (3 * d * f * (experts + shared) + experts * d), config
+        assert found.active == common + sparse * (3 * d * f * (k + shared) + experts * d), config
 
 
 def test_conventions_in_words():
@@ -343,6 +339,7 @@ def test_a_count_prints_short_and_keeps_its_components():
     found = count("Qwen3-30B-A3B")
     assert repr(found) == "Count('Qwen3-30B-A3B', total=30_532_122_624, active=3_353_032_704)"
     assert repr(count("GLM-4.5", convention="glm")).endswith(", convention='scope=model+mtp,total=none,active=none')")
+    assert repr(count("GPT-2", convention="norms=no")).endswith(", convention='norms=no')")
     assert found.components["routed"] == found.part("routed")
     assert tuple(found.components.values()) == found.parts
 
@@ -351,9 +348,3 @@ def test_all_vendor_names_work():
     for vendor in VENDORS:
         assert count("DeepSeek-V3", convention=vendor).active > 3e10
     assert count("DeepSeek-V3", convention=replace(VENDORS["glm"], active="all")).active > 3.8e10
-
-
-def test_counting_imports_no_torch_and_is_quick():
-    code = ("import sys, moeffn.accounting as a; a.count('DeepSeek-V3');"
-            "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules), sys.modules.keys()")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,8 +15,9 @@ from typing import Any
 
 from .families import architecture
 from .presets import find_preset
-from .weights import FFN_PARTS, PARTS, Architecture, Weight
+from .weights import FFN_PARTS, PARTS, Architecture, Layer, Weight
 
+Runs = list[tuple[Layer, int]]
 SCOPES = ("ffn", "layers", "model", "model+mtp", "checkpoint", "multimodal")
 EMBEDDINGS = ("all", "head", "none")
 IDLE = ("min", "mean", "max")
@@ -118,7 +119,9 @@ class Count:
     excluded: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        said = [f"{key}={value}" for key, value in vars(self.convention).items() if value != getattr(Convention(), key)]
+        words = {True: "yes", False: "no"}
+        said = [f"{key}={words.get(value, value)}" for key, value in vars(self.convention).items()
+                if value != getattr(Convention(), key)]
         under = f", convention={','.join(said)!r}" if said else ""
         return f"Count({self.name!r}, total={self.total:_}, active={self.active:_}{under})"
 
@@ -209,10 +212,10 @@ def _sum(weights: Iterable[Weight], convention: Convention, extra: bool) -> tupl
     return total, active
 
 
-def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ...]:
+def _layers(runs: Runs, convention: Convention) -> tuple[LayerCount, ...]:
     found: list[LayerCount] = []
     index = 0
-    for layer, times in model.runs():
+    for layer, times in runs:
         total, active = _sum(layer.weights, convention, False)
         new = LayerCount(index, layer.kind, times, total, _whole(active), layer.num_experts, layer.top_k)
         if found and replace(new, index=0, count=1) == replace(found[-1], index=0, count=1):
@@ -223,7 +226,7 @@ def _layers(model: Architecture, convention: Convention) -> tuple[LayerCount, ..
     return tuple(found)
 
 
-def _chosen(model: Architecture, convention: Convention, with_mtp: bool) -> Iterator[tuple[Weight, int]]:
+def _chosen(model: Architecture, runs: Runs, convention: Convention, with_mtp: bool) -> Iterator[tuple[Weight, int]]:
     """The weights of the convention's scope, with how many times each is there."""
     beside = [name for name in model.excluded if name.endswith("_config")]
     if convention.scope == "multimodal" and beside:
@@ -233,7 +236,7 @@ def _chosen(model: Architecture, convention: Convention, with_mtp: bool) -> Iter
         yield from ((w, 1) for w in towers)
     if convention.scope != "layers":
         yield from ((w, 1) for w in model.outer if convention.scope != "ffn" or w.part in FFN_PARTS)
-    for layer, times in (*model.runs(), *((layer, 1) for layer in model.mtp if with_mtp)):
+    for layer, times in (*runs, *((layer, 1) for layer in model.mtp if with_mtp)):
         yield from ((w, times) for w in layer.weights if convention.scope != "ffn" or w.part in FFN_PARTS)
 
 
@@ -243,7 +246,8 @@ def count_architecture(model: Architecture, convention: Convention, name: str = 
     with_mtp = convention.scope in ("model+mtp", "checkpoint")
     totals = dict.fromkeys(PARTS, 0)
     actives_of: dict[str, int | Fraction] = dict.fromkeys(PARTS, 0)
-    for weight, times in _chosen(model, convention, with_mtp):
+    runs = model.runs()
+    for weight, times in _chosen(model, runs, convention, with_mtp):
         if counts_under(weight, convention, extra):
             totals[weight.part] += weight.total * times
             actives_of[weight.part] += weight.active(convention.idle) * times
@@ -256,12 +260,14 @@ def count_architecture(model: Architecture, convention: Convention, name: str = 
            "head": table if not model.tied else (0, 0)}
     actives = {key: _whole(active - gone[1]) for key, gone in off.items()}
     mtp_total, mtp_active = _sum((w for layer in model.mtp for w in layer.weights), convention, False)
-    buffers = sum(w.total for w in model.weights(with_mtp) if w.kind == "buffer")
+    every = (*runs, *((layer, 1) for layer in model.mtp if with_mtp))
+    buffers = sum(w.total for w in model.outer if w.kind == "buffer")
+    buffers += sum(w.total * times for layer, times in every for w in layer.weights if w.kind == "buffer")
     return Count(
         name or model.family, model.family, convention, total - off[convention.total][0],
         actives[convention.active], actives["all"], actives["head"], actives["none"],
         tuple(PartCount(part, t, _whole(actives_of[part])) for part, t in totals.items() if t),
-        _layers(model, convention), buffers, mtp_total, _whole(mtp_active), model.assumed,
+        _layers(runs, convention), buffers, mtp_total, _whole(mtp_active), model.assumed,
         tuple(n for n in model.excluded if convention.scope != "multimodal" or not n.endswith("_config")),
     )
 

@@ -146,8 +146,8 @@ def lfm2(k: Keys) -> Architecture:
 
 @family("longcat_flash", "longcat_flash_ngram")
 def longcat(k: Keys) -> Architecture:
-    """Two latent attentions and two dense FFNs a layer, beside experts of which some compute nothing. LongCat-Flash-Lite
-    adds tables of n-grams to the embedding, each with a projection."""
+    """Two latent attentions and two dense FFNs a layer, beside experts of which some compute nothing; in
+    LongCat-Flash-Lite tables of n-grams beside the embedding, each with a projection."""
     d, n = k.integer("hidden_size"), k.integer("num_layers", "num_hidden_layers")
     found, mixer = mla(d, k.integer("num_attention_heads"), k.integer("q_lora_rank"), k.integer("kv_lora_rank"),
                        k.integer("qk_nope_head_dim"), k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
@@ -185,7 +185,7 @@ def jetmoe(k: Keys) -> Architecture:
     return decoder(k, "jetmoe", d, [layer] * n, tied=True)
 
 
-@family("cohere2_moe", "cohere2", "cohere", "cohere_compass_text")
+@family("cohere2_moe", "cohere2", "cohere")
 def cohere(k: Keys) -> Architecture:
     """Attention and FFN side by side behind one norm; Command A+ and its dense predecessors."""
     name = k.text("model_type")
