@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+# Modules of torch and transformers are so many objects that looking for cycles among them after every 700 new ones
+# takes about a fifteenth of the accounting tests' time (17.8 s to 16.6 s at equal speed of the machine).
+gc.set_threshold(50_000)
 
 DATA = Path(__file__).parent / "data"
 
