@@ -55,6 +55,13 @@ size_t keep_at_most() {
   return text && *text ? static_cast<size_t>(std::strtoull(text, nullptr, 10)) << 20 : SIZE_MAX;
 }
 
+// Bytes that may be kept beside those in use. A quarter beyond the most that was in use at once: rows in flight and
+// gradients are in use at different times of a step, and without it they push each other out in every step.
+size_t room(const Store& s, size_t used) {
+  const size_t limit = s.most + s.most / 4;
+  return limit > used ? limit - used : 0;
+}
+
 // Until no more than `limit` bytes are kept: each time the smallest buffer that suffices, so that room for a few rows
 // does not cost the gradient of a whole layer; else the largest.
 void trim(Store& s, size_t limit) noexcept {
@@ -85,7 +92,7 @@ Pages pages_take(size_t bytes) {
     s.kept.erase(best);
   } else {
     // What is kept and does not fit makes room for what is asked.
-    trim(s, s.most > s.used + bytes ? s.most - s.used - bytes : 0);
+    trim(s, room(s, s.used + bytes));
     s.kept.reserve(s.kept.size() + 64);  // so that giving back allocates nothing
     found = Pages{map(bytes), bytes, true};
   }
@@ -101,7 +108,7 @@ void pages_give(const Pages& pages) noexcept {
   if (s.kept.size() == s.kept.capacity()) return unmap(pages);
   s.kept.push_back(Pages{pages.data, pages.bytes, false});
   s.held += pages.bytes;
-  trim(s, std::min(keep_at_most(), s.most - std::min(s.most, s.used)));
+  trim(s, std::min(keep_at_most(), room(s, s.used)));
 }
 
 size_t pages_held() {

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import logging
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from distributed_compare import D, Ranks, config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from moeffn.distributed import ParallelConfig, Placement, make_mesh, parallelize, reduce_gradients
+from moeffn.distributed.cost import expected_destinations
 
 
 class CommandCases(Ranks):
@@ -34,16 +39,58 @@ class CommandCases(Ranks):
         assert logged == ([f"dispatcher: {label}\n{cost.describe(table)}"] if self.rank == 0 else [])
 
     def case_bench_counts_the_bytes_it_moves(self) -> None:
-        from moeffn.distributed.bench import Block, largest_error
+        """`moeffn bench CONFIG --ep` on this group: every dispatcher is one process's; bytes by count, handle, D(G)."""
+        from moeffn.distributed.bench import largest_error
 
-        for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
-            assert largest_error(name, device=self.device) <= 1e-12
-            block = Block(config(E=4 * self.W), 300, dispatcher=name, dtype=torch.float32, device=self.device)
-            m = block.measure(calls=1)
-            assert m.bytes_sent == m.bytes_forward > 0
-            assert abs(m.bytes_forward / m.bytes_expected - 1) < 0.15  # one routing of 300 tokens against the mean
-            assert abs(m.destinations / m.destinations_expected - 1) < 0.05
-            assert min(m.step, m.forward, m.dispatch, m.experts, m.combine, m.raw, m.exchange_only) > 0
+        names = ["all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"]
+        assert all(largest_error(name, device=self.device) <= 1e-12 for name in names)
+        E = 4 * self.W
+        said = self._moeffn("bench", json.dumps({"d_model": 64, "d_expert": 32, "num_experts": E, "top_k": 2}), "--ep",
+                            "--tokens", "300", "--dtype", "float32", "--device", self.device.type, "--json")
+        assert bool(said) == (self.rank == 0)
+        rows = json.loads(said)["rows"] if said else []
+        assert [r["dispatcher"] for r in rows] == names[: len(rows)]
+        for r in rows:
+            assert r["bytes_sent"] == r["bytes_forward"] > 0
+            assert abs(r["bytes_forward"] / r["bytes_expected"] - 1) < 0.15  # one routing of 300 tokens, not the mean
+            assert abs(r["destinations"] / r["destinations_expected"] - 1) < 0.05
+            assert min(r[k] for k in ("step", "forward", "dispatch", "experts", "combine", "raw", "exchange_only")) > 0
+
+    def case_bench_prints_tokens_bytes_and_times(self) -> None:
+        """The table of two token counts: a line a dispatcher and count, and where a token goes on average."""
+        block = {"d_model": 64, "d_expert": 32, "num_experts": 4 * self.W, "top_k": 2}
+        said = self._moeffn("bench", json.dumps(block), "--ep", "--tokens", "40,8", "--dtype", "float32", "--device",
+                            self.device.type)
+        if self.rank == 0:
+            head, columns, *rows = said.splitlines()
+            assert head.endswith(f"{4 * self.W} experts on {self.W} ranks, top 2, d_model 64, float32, "
+                                 f"{dist.get_backend()}"), head
+            for word in ("tok/s/rank", "tok/s", "dispatch", "experts", "combine", "overhead", "MB sent", "by D(G)"):
+                assert word in columns
+            for row in rows[:6]:
+                sent, by_handle = row.split()[-3:-1]
+                assert sent == by_handle and float(sent) > 0, row  # counted, and by the routing's own formula
+            mean = expected_destinations(4 * self.W, 2, [4] * self.W)
+            assert f"ranks in this routing, {mean:.3f} by D(G)" in said
+            assert "cost model for 8 tokens" in said
+
+    def _moeffn(self, command: str, block: str, *arguments: str) -> str:
+        """What `moeffn COMMAND CONFIG …` prints on this rank, on this group instead of torchrun's."""
+        from moeffn.cli import main
+        from moeffn.distributed import commands
+
+        path = self.folder / f"block{self.rank}.json"
+        path.write_text(block)
+        given, said = commands.group, io.StringIO()
+        commands.group = lambda _: contextlib.nullcontext(self.device)
+        try:
+            with contextlib.redirect_stdout(said):
+                main([command, str(path), *arguments])
+        except SystemExit as stop:
+            assert not stop.code, said.getvalue()
+        finally:
+            commands.group = given
+        return said.getvalue()
 
     def case_training_example(self) -> None:
         """The worked example learns, and its checkpoint goes on where it stopped."""
@@ -71,4 +118,7 @@ class CommandCases(Ranks):
         refused("not distributed yet", lambda: parallelize(parallelize(self.layer(config()), self.mesh), self.mesh))
         refused("ParallelConfig.placement", lambda: parallelize(
             self.layer(config()), self.mesh, ParallelConfig(placement=Placement.balanced(5, self.W + 1))))
+        lost = Placement.balanced(5, self.W).without([0])
+        refused(f"missing {lost.missing}", lambda: parallelize(self.layer(config()), self.mesh,
+                                                               ParallelConfig(placement=lost)))
         refused("one that `parallelize` distributed", lambda: reduce_gradients(self.put(nn.Linear(2, 2))))

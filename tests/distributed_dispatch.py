@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.distributed as dist
 from distributed_compare import D, Ranks, close, config, same_gradients
 from distributed_problems import DISPATCHERS, on_rank, one_process, random_problem
 from distributed_ranks import only_on
@@ -96,6 +97,9 @@ class DispatchCases(Ranks):
         for name, p in par.experts.named_parameters():
             for slot, g in enumerate(p.grad.to_local()):
                 assert bool((g == 0).all()) == (first + slot != 0), (name, slot)
+        calls = [self.put(torch.zeros(1, dtype=torch.int64)) for _ in range(self.W)]
+        dist.all_gather(calls, self.put(torch.tensor([par.experts.dispatcher.transport.exchanges])))
+        assert len({int(n) for n in calls}) == 1, calls
 
     def case_layer_mean_with_each_dispatcher(self) -> None:
         for name in ("all_to_all, dedup rank", "all_to_all, dedup none", "all_gather"):
@@ -158,6 +162,15 @@ class DispatchCases(Ranks):
         assert len(placement.places_of_expert[0]) == self.W
         c = ParallelConfig(loss="sum", placement=placement)
         self._compare(config(E=E, K=2, bias=True), self.mesh, c, self._tokens())
+
+    def case_rank_that_is_masked_out(self) -> None:
+        """The last rank computes no expert: replicas serve its tokens and everybody's, as in one process."""
+        E, W = 2 * self.W, self.W
+        twice = Placement(E, tuple(tuple((2 * r + i) % E for i in range(4)) for r in range(W)))
+        c = ParallelConfig(loss="sum", placement=twice.without([W - 1]))
+        par = parallelize(self.layer(config(E=E)), self.mesh, c)
+        assert par.experts.weights.num_experts == (0 if self.rank == W - 1 else 4)
+        self._compare(config(E=E, K=3, d_shared=4), self.mesh, c, self._tokens())
 
     @only_on(4, 8)
     def case_two_levels(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank of the fault suite: python distributed_faults.py SUITE W FOLDER RANK (see test_distributed_faults.py).
+"""The ranks of the fault suite: test_distributed_faults.py starts it (see `distributed_ranks`).
 
 Always over gloo: deadlines are gloo's (NCCL's watchdog ends the process), and it is gloo that delivers short rows.
 Each case forms a new group of three ranks, breaks something on rank 1 and looks at the error of the others. Rank 1 is
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed_ranks import join, run_cases
+from distributed_ranks import join, launch, run_cases
 
 from moeffn import Routing
 from moeffn.distributed import AllToAll, ExchangeError, GroupTransport, MismatchError, Placement, RankAbsentError
@@ -109,13 +108,11 @@ class Faults:
             out.write(f'["{name}", "ok"]\n')
 
 
-def main() -> None:
-    W, folder, rank = int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+def rank_of_faults(_: str, W: int, folder: Path, rank: int) -> None:
     suite = Faults(W, rank, folder)
     names = [n for n in vars(Faults) if n.startswith("case_")]
     run_cases({n[len("case_"):]: getattr(suite, n) for n in names}, rank, folder)
-    os._exit(0)  # the last group is broken: no teardown
 
 
 if __name__ == "__main__":
-    main()
+    launch(rank_of_faults)

@@ -1,16 +1,17 @@
 """Runs a file of cases on W ranks, one spawn for all of them, and collects what each case said on each rank.
 
-The ranks join over NCCL, each on a GPU of its own, where there are W GPUs, else over gloo on the CPU; the cases are the
-same. MOEFFN_TEST_BACKEND=gloo or nccl decides otherwise.
+A launcher imports the cases once and forks the ranks, before any thread or device is used. The ranks join over NCCL,
+each on a GPU of its own, where there are W GPUs, else over gloo on the CPU; the cases are the same.
+MOEFFN_TEST_BACKEND=gloo or nccl decides otherwise.
 
-A worker writes one JSON line a case, so that a rank that dies or hangs loses only what it did not finish. The exit code
-of a worker is not looked at: gloo's teardown may abort a process whose work is done.
+A rank writes one JSON line a case, so that one that dies or hangs loses only what it did not finish.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,27 +40,17 @@ def runs_on(case: Callable[..., None], W: int) -> bool:
     return W in getattr(case, "sizes", (W,))
 
 
-def run_ranks(worker: str, W: int, suite: str, folder: Path, *, deadline: float) -> dict[str, list[str]]:
-    """Run tests/`worker` on W ranks -> for each case the verdict of each rank: "ok", a traceback, or "no result"."""
-    folder.mkdir(parents=True, exist_ok=True)
+def run_ranks(worker: str, runs: dict[int, str], folder: Path, *, deadline: float) -> dict[int, dict[str, list[str]]]:
+    """Run tests/`worker` for each {W: suite}, one after the other, on W ranks in folder/W -> for each W and case the
+    verdict of each rank: "ok", a traceback, or "no result". `deadline` seconds for each."""
     here = Path(__file__).parent
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
-    command = [sys.executable, str(here / worker), suite, str(W), str(folder)]
-    logs = [open(folder / f"log{r}", "w") for r in range(W)]
-    workers = [subprocess.Popen([*command, str(r)], env=env, stdout=logs[r], stderr=logs[r]) for r in range(W)]
-    end = time.monotonic() + deadline
-    try:
-        for p in workers:
-            p.wait(timeout=max(0.1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for p in workers:
-            if p.poll() is None:
-                p.kill()
-                p.wait()
-        for log in logs:
-            log.close()
+    asked = [f"{W}:{suite}" for W, suite in runs.items()]
+    subprocess.run([sys.executable, str(here / worker), str(folder), str(deadline), *asked], env=env, check=True)
+    return {W: verdicts(folder / str(W), W) for W in runs}
+
+
+def verdicts(folder: Path, W: int) -> dict[str, list[str]]:
     said: list[dict[str, str]] = []
     for r in range(W):
         path = folder / f"result{r}"
@@ -68,6 +59,39 @@ def run_ranks(worker: str, W: int, suite: str, folder: Path, *, deadline: float)
     names = {name for one in said for name in one}
     tails = [(folder / f"log{r}").read_text()[-800:] for r in range(W)]
     return {name: [one.get(name, f"no result; log: {tails[r]}") for r, one in enumerate(said)] for name in names}
+
+
+def launch(program: Callable[[str, int, Path, int], None]) -> None:
+    """The launcher: program(suite, W, folder, rank) in a fork a rank; what is alive at the deadline is killed."""
+    folder, deadline = Path(sys.argv[1]), float(sys.argv[2])
+    for size, suite in (asked.split(":") for asked in sys.argv[3:]):
+        W, place = int(size), folder / size
+        place.mkdir(parents=True)
+        ranks = {_fork(program, suite, W, place, rank) for rank in range(W)}
+        end = time.monotonic() + deadline
+        while ranks and time.monotonic() < end:
+            ranks -= {pid for pid in ranks if os.waitpid(pid, os.WNOHANG)[0]}
+            time.sleep(0.02)
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _fork(program: Callable[[str, int, Path, int], None], suite: str, W: int, place: Path, rank: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(place / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        program(suite, W, place, rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # without gloo's teardown, which may abort a process whose work is done
 
 
 def backend_for(W: int) -> str:

@@ -9,7 +9,7 @@ from distributed_ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[str, list[str]]:
-    return run_ranks("distributed_faults.py", 3, "all", tmp_path_factory.mktemp("faults"), deadline=120)
+    return run_ranks("distributed_faults.py", {3: "all"}, tmp_path_factory.mktemp("faults"), deadline=120)[3]
 
 
 @pytest.mark.parametrize("case", [n[len("case_"):] for n in vars(Faults) if n.startswith("case_")])

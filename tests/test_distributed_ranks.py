@@ -22,10 +22,8 @@ FACTORIES = {"tensor", "zeros", "ones", "full", "empty", "arange", "eye", "rand"
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory) -> dict[int, dict[str, list[str]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    found = {W: run_ranks("distributed_worker.py", W, "all", folder / str(W), deadline=400) for W in SIZES}
-    found[1] = run_ranks("distributed_worker.py", 1, "checkpoints", folder / "1", deadline=60)
-    return found
+    runs = {**dict.fromkeys(SIZES, "all"), 1: "checkpoints"}
+    return run_ranks("distributed_worker.py", runs, tmp_path_factory.mktemp("ranks"), deadline=400)
 
 
 def cases() -> list:

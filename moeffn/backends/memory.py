@@ -1,4 +1,4 @@
-"""Memory of parameter gradients and of exchanged rows on a CPU: large, short-lived, written once a step."""
+"""Memory of gradients, activations and exchanged rows on a CPU: large, short-lived, written once a step."""
 
 from __future__ import annotations
 

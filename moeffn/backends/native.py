@@ -13,6 +13,7 @@ from ..config import ACTIVATION_KINDS, NORM_FLOOR, STAND_IN, Activation, Layout,
 from ..types import ExpertWeights, Plan
 from . import native_backward
 from .base import Grads, Needs
+from .memory import buffer
 
 _native: ModuleType | None
 try:
@@ -92,8 +93,8 @@ class NativeBackend:
         K = weights.shape[1]
         x, weights = _in_memory(x), _in_memory(weights)
         weights = _float_weights(weights)
-        y = torch.empty((T, D), dtype=x.dtype)
-        h = torch.empty((T * K, experts.w_in.shape[1]), dtype=x.dtype) if save else None
+        y = buffer((T, D), x.dtype, x.device)
+        h = buffer((T * K, experts.w_in.shape[1]), x.dtype, x.device) if save else None
         maps = [t.contiguous() for t in (plan.offsets, plan.slot_of_row, plan.row_of_slot)]
         self.last_kernel = module().forward(
             _describe(experts), x.data_ptr(), _CODES[x.dtype], T, *x.stride(), K, *(t.data_ptr() for t in maps),

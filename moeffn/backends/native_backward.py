@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..types import ExpertWeights, Plan
 from .base import Grads, Needs
-from .memory import gradient
+from .memory import buffer, gradient
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PARAMS = ("w_in", "w_out", "b_in", "b_out")
@@ -25,7 +25,7 @@ def run(native: ModuleType, described: Any, dy: Tensor, x: Tensor | None, h: Ten
     x = dy if x is None else _row_major(x)
     h = h.contiguous()
     maps = [t.contiguous() for t in (plan.offsets, plan.slot_of_row, plan.row_of_slot)]
-    dx = torch.empty((T, D), dtype=dy.dtype) if needs.x else None
+    dx = buffer((T, D), dy.dtype, dy.device) if needs.x else None
     dweights = torch.empty(weights.shape, dtype=torch.float32) if needs.weights else None
     found: dict[str, Tensor] = {}
     targets: list[tuple[int, int, bool, bool] | None] = [None] * 4

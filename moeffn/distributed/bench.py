@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ class Measured:
 
     forward, step       the block without router and shared expert: forward, and forward + backward
     dispatch, experts, combine   the parts of the forward, each ended by a barrier
-    experts_step        forward + backward of the experts alone, on tokens that are already there
     exchange_only       dispatch, combine and their backwards with experts that do nothing
     raw                 bare all_to_all_single calls of the same bytes and splits, announcements included
     bytes_forward       what the handle says; bytes_sent: what the transport counted; bytes_expected: by D(G)
@@ -46,7 +45,6 @@ class Measured:
     dispatch: float
     experts: float
     combine: float
-    experts_step: float
     exchange_only: float
     raw: float
     bytes_forward: int
@@ -57,18 +55,12 @@ class Measured:
 
     @property
     def overhead_of_step(self) -> float:
-        """What the exchange costs beyond its bytes' own time, as a share of the step: measured by itself."""
+        """What the exchange costs beyond its bytes' own time, as a share of the step: measured by itself, because a
+        step minus its experts is mostly the wait for whichever rank's experts were slower."""
         return (self.exchange_only - self.raw) / self.step
-
-    @property
-    def overhead_in_step(self) -> float:
-        """The same as what a step takes beyond its experts and its bytes: with cold caches and waits for other ranks,
-        without what overlaps."""
-        return (self.step - self.experts_step - self.raw) / self.step
 
     def as_row(self) -> dict[str, Any]:
         return asdict(self) | {"overhead_of_step": self.overhead_of_step,
-                               "overhead_in_step": self.overhead_in_step,
                                "tokens_per_s_per_rank": self.tokens_per_rank / self.step,
                                "tokens_per_s": self.ranks * self.tokens_per_rank / self.step}
 
@@ -148,17 +140,6 @@ class Block:
         transports = {id(h.transport): h.transport for h in handle.hops}
         return sum(t.sent_bytes.get(k, 0) for t in transports.values() for k in ("dispatch", "combine"))
 
-    def experts_alone(self, batch: Batch) -> Callable[[], None]:
-        """Forward + backward of this rank's experts on a batch that is already here."""
-        x, w = (t.detach().clone().requires_grad_() for t in (batch.x, batch.routing.weights))
-        routing, dy = replace(batch.routing, weights=w), torch.ones_like(x)
-
-        def run() -> None:
-            local_experts(x, routing, self.weights).backward(dy)
-            x.grad = w.grad = self.weights.w_in.grad = self.weights.w_out.grad = None
-
-        return run
-
     def measure(self, calls: int = 7) -> Measured:
         """Every part once a round, so that what disturbs the machine disturbs all of them alike."""
         held: dict[str, Any] = {}
@@ -184,8 +165,7 @@ class Block:
         parts: dict[str, Callable[[], None]] = {
             "forward": torch.no_grad()(forward), "dispatch": torch.no_grad()(dispatch),
             "experts": torch.no_grad()(experts), "combine": torch.no_grad()(combine), "step": self.step,
-            "experts_step": self.experts_alone(batch), "exchange_only": self.exchange_only,
-            "raw": self.raw(batch.handle)}
+            "exchange_only": self.exchange_only, "raw": self.raw(batch.handle)}
         found: dict[str, list[float]] = {name: [] for name in parts}
         for i in range(calls + 1):
             for name, call in parts.items():

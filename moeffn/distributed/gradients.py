@@ -19,8 +19,8 @@ from .parallel import ParallelExperts, parallel_layers, sum_over
 def reduce_gradients(module: nn.Module) -> None:
     """Once per optimizer step, after the last backward: gradients become those of one process on all tokens.
 
-    Replicated parameters are summed over all ranks of the mesh in float32 (and divided by their number with
-    loss="mean"), experts over the data-parallel ranks. A trainable parameter without a gradient counts as zero, so
+    Replicated parameters are summed over all ranks of the mesh in float32, experts over the data-parallel ranks; with
+    loss="mean" both are divided by the number of ranks. A trainable parameter without a gradient counts as zero, so
     ranks that use different parts of the model still agree. Parameters that FSDP manages are left to it.
     """
     experts = [layer.experts for layer in parallel_layers(module)]
@@ -28,14 +28,18 @@ def reduce_gradients(module: nn.Module) -> None:
         raise checks.bad("module", "one that `parallelize` distributed", type(module).__name__)
     first = experts[0]
     assert isinstance(first, ParallelExperts)
-    mesh, mean = first.mesh, first.loss == "mean"
+    mesh, scale = first.mesh, 1.0 / first.mesh.size() if first.loss == "mean" else 1.0
     owned = {id(p) for e in experts for p in e.parameters()}
     trained = [p for p in module.parameters() if p.requires_grad]
     plain = [p for p in trained if not isinstance(p, DTensor)]
     packed = [p for p in trained if id(p) in owned and isinstance(p, DTensor) and p.device_mesh.ndim == 1]
-    _sum_together(plain, mesh, None, 1.0 / mesh.size() if mean else 1.0)
+    _sum_together(plain, mesh, None, scale)
     if mesh.size() > mesh["ep"].size():
-        _sum_together(packed, mesh, "ep", 1.0)
+        _sum_together(packed, mesh, "ep", scale)
+    elif scale != 1.0:
+        for p in packed:
+            if p.grad is not None:
+                local(p.grad).mul_(scale)
 
 
 def _sum_together(params: Sequence[nn.Parameter], mesh: DeviceMesh, without: str | None, scale: float) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -190,10 +190,8 @@ class ParallelExperts(Experts):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The experts that this rank computes; their gradients already carry the factor of the loss convention."""
-        scale = 1.0 / self.mesh.size() if self.loss == "mean" else 1.0
-        local = [None if p is None else _ScaleGradient.apply(p.to_local() if isinstance(p, DTensor) else p, scale)
-                 for p in (self.w_in, self.w_out, self.b_in, self.b_out)]
+        """The experts that this rank computes."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in (self.w_in, self.w_out, self.b_in, self.b_out)]
         if self.replicator is not None:
             local = self.replicator(local)
         w_in, w_out, b_in, b_out = local
@@ -238,17 +236,6 @@ class ParallelMoEFFN(MoEFFN):
         if c.z_loss_coef:
             y = attach_loss(y, z_loss(routing.logits, token_mask=token_mask), share * c.z_loss_coef)
         return y
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, scale: float) -> Tensor:  # type: ignore[override]
-        ctx.scale = scale
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.scale if ctx.scale != 1.0 else grad, None
 
 
 def sum_over(t: Tensor, mesh: DeviceMesh, *, without: str | None = None) -> Tensor:

@@ -38,11 +38,12 @@ def fsdp(module: nn.Module, **options: Any) -> nn.Module:
         rows = [p.shape[1] for p in layer.experts.parameters()]
         dim = 1 if all(r % dp_size == 0 for r in rows) else 0
         fully_shard(layer.experts, mesh=mesh[names[0]], shard_placement_fn=functools.partial(_shard, dim), **options)
-        _sum_gradients(layer.experts)  # the factor of the loss convention is already in the experts' gradients
+        # Over ep the tokens of all ranks are in each expert's gradient already: FSDP's own mean would be that of dp.
+        _divide_gradients(layer.experts, mesh.size() if loss == "mean" else 1)
     whole = mesh if mesh.ndim == 1 else mesh._flatten("moeffn_all")
     fully_shard(module, mesh=whole, ignored_params=unmanaged or None, **options)
     if loss == "sum":
-        _sum_gradients(module)
+        _divide_gradients(module, 1)
     return module
 
 
@@ -50,6 +51,6 @@ def _shard(dim: int, parameter: nn.Parameter) -> Shard:
     return Shard(dim)
 
 
-def _sum_gradients(module: nn.Module) -> None:
+def _divide_gradients(module: nn.Module, by: int) -> None:
     assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(1.0)
+    module.set_gradient_divide_factor(float(by))
