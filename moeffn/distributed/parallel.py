@@ -191,7 +191,8 @@ class ParallelExperts(Experts):
     @property
     def weights(self) -> ExpertWeights:
         """The experts that this rank computes."""
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in (self.w_in, self.w_out, self.b_in, self.b_out)]
+        local: list[Tensor | None] = [p.to_local() if isinstance(p, DTensor) else p
+                                      for p in (self.w_in, self.w_out, self.b_in, self.b_out)]
         if self.replicator is not None:
             local = self.replicator(local)
         w_in, w_out, b_in, b_out = local
