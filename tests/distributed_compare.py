@@ -26,10 +26,10 @@ def config(E: int = 5, K: int = 2, **more: object) -> MoEConfig:
     return MoEConfig(d_model=D, d_expert=F, num_experts=E, top_k=K, **more)
 
 
-def close(got: Tensor, want: Tensor, what: str) -> None:
+def close(got: Tensor, want: Tensor, what: str, rtol: float = 1e-11, atol: float = 1e-12) -> None:
     got = got.to_local() if isinstance(got, DTensor) else got
     assert got.shape == want.shape, (what, got.shape, want.shape)
-    assert torch.allclose(got, want, rtol=1e-11, atol=1e-12), (what, (got - want).abs().max())
+    assert torch.allclose(got, want, rtol=rtol, atol=atol), (what, (got - want).abs().max())
 
 
 def own_part(name: str, whole: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:

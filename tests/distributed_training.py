@@ -124,7 +124,16 @@ class TrainingCases(Ranks):
 
     @only_on(2, 4, 8)
     def case_fsdp(self) -> None:
-        """A model of two blocks under FSDP2, experts over ep (and dp at W=4): gradients and norm of one process."""
+        """Gradients and norm of one process."""
+        self._fsdp(torch.float64)
+
+    @only_on(2, 4, 8)
+    def case_fsdp_in_float32(self) -> None:
+        """FSDP2 reduces what may overflow, float64 among it, by another operation than float32."""
+        self._fsdp(torch.float32, rtol=1e-4, atol=1e-5)
+
+    def _fsdp(self, dtype: torch.dtype, **limits: float) -> None:
+        """A model of two blocks under FSDP2, experts over ep (and dp at W=4), against one process in float64."""
         mesh = self.mesh if self.W == 2 else self.mesh_of(2)
 
         class Block(nn.Module):
@@ -138,23 +147,25 @@ class TrainingCases(Ranks):
 
         for loss in ("sum", "mean"):
             torch.manual_seed(2)
-            whole = self.put(nn.Sequential(Block(), Block()))
-            par = parallelize(copy.deepcopy(whole), mesh, ParallelConfig(loss=loss))
+            whole = self.put(nn.Sequential(Block(), Block()).to(dtype).double())
+            par = parallelize(copy.deepcopy(whole).to(dtype), mesh, ParallelConfig(loss=loss))
             fsdp(par)
             tokens = [5, 3, 0, 4, 1, 2, 6, 0][: self.W]
-            xs = self.batches(tokens)
-            Y = whole(torch.cat(xs))
+            xs = [x.to(dtype) for x in self.batches(tokens)]
+            Y = whole(torch.cat(xs).double())
             Y.square().sum().backward()
             y = par(xs[self.rank])
             part = y.square().sum()
             (part * self.W if loss == "mean" else part).backward()
             reduce_gradients(par)
-            close(y.detach(), Y.detach().split(tokens)[self.rank], "y")
+            close(y.detach().double(), Y.detach().split(tokens)[self.rank], "y", **limits)
             reference = dict(whole.named_parameters())
             for name, p in par.named_parameters():
-                close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, reference[name].grad, name)
+                assert p.grad is not None and p.grad.dtype == dtype
+                got = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                close(got.double(), reference[name].grad, name, **limits)
             want = nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-            close(clip_grad_norm_(par, 1.0), want, "norm")
+            close(clip_grad_norm_(par, 1.0).double(), want, "norm", **limits)
             assert any(isinstance(m, ParallelExperts) for m in par.modules())
 
     @only_on(2, 4, 8)

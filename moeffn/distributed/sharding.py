@@ -39,11 +39,11 @@ def fsdp(module: nn.Module, **options: Any) -> nn.Module:
         dim = 1 if all(r % dp_size == 0 for r in rows) else 0
         fully_shard(layer.experts, mesh=mesh[names[0]], shard_placement_fn=functools.partial(_shard, dim), **options)
         # Over ep the tokens of all ranks are in each expert's gradient already: FSDP's own mean would be that of dp.
-        _divide_gradients(layer.experts, mesh.size() if loss == "mean" else 1)
+        _divide_gradients(layer.experts, mesh.size() if loss == "mean" else 1, mesh.device_type)
     whole = mesh if mesh.ndim == 1 else mesh._flatten("moeffn_all")
     fully_shard(module, mesh=whole, ignored_params=unmanaged or None, **options)
     if loss == "sum":
-        _divide_gradients(module, 1)
+        _divide_gradients(module, 1, mesh.device_type)
     return module
 
 
@@ -51,6 +51,8 @@ def _shard(dim: int, parameter: nn.Parameter) -> Shard:
     return Shard(dim)
 
 
-def _divide_gradients(module: nn.Module, by: int) -> None:
+def _divide_gradients(module: nn.Module, by: int, device_type: str) -> None:
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(float(by))
+    if device_type == "cpu":  # gloo has no sum that multiplies
+        module.set_force_sum_reduction_for_comms(True)
