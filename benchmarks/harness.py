@@ -1,14 +1,15 @@
 """Timing of several contenders in one run: they alternate in random order, and disturbed samples are thrown away.
 
-A sample is a batch of calls of at least `batch_s` seconds. On Linux the pressure-stall counter tells how long any
-runnable task waited for a CPU during the sample; samples with more than 3 % are not used. The figure is the median of
-what is left.
+A sample is a batch of calls of at least `batch_s` seconds. Linux tells how long any runnable task waited for a CPU
+during the sample (the pressure-stall counter) and how long the host of a virtual machine took the CPUs away (steal);
+samples with more than 3 % of them are not used. The figure is the median of what is left.
 """
 
 from __future__ import annotations
 
 import csv
 import datetime
+import os
 import platform
 import random
 import statistics
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PRESSURE = Path("/proc/pressure/cpu")
+PRESSURE, STAT = Path("/proc/pressure/cpu"), Path("/proc/stat")
 STALL_LIMIT = 0.03
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,12 +37,13 @@ class Timing:
 
 
 def stalled() -> float:
-    """Seconds so far in which some task waited for a CPU; 0 where the kernel does not say."""
+    """Seconds so far in which some task waited for a CPU, or the host took one; 0 where the kernel does not say."""
     try:
         line = PRESSURE.read_text().splitlines()[0]
+        stolen = int(STAT.read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):
         return 0.0
-    return int(line.rsplit("total=", 1)[1]) / 1e6
+    return int(line.rsplit("total=", 1)[1]) / 1e6 + stolen
 
 
 def alternate(contenders: dict[str, Callable[[int], object]], *, seconds: float, batch_s: float = 0.012,

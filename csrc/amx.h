@@ -22,25 +22,11 @@ static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n
 // One tile of gate sums and one of up sums (hidden units f.., tokens m0..) -> h, and act in B order.
 static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f, int64_t n, float* gate, float* up,
                         const float* bias_g, const float* bias_u) {
-  const Experts& w = *p.w;
-  const int64_t group = kGroup * round_to(w.F, kStep) * 2;
-  char* to = block.act + m0 / kGroup * group + f * kGroup * 2;
-  if (w.b_in.data || p.h) {
-    for (int64_t i = 0; i < n; ++i) {
-      store(gate + i * W, load(gate + i * W) + bias_g[i]);
-      if (w.act.gated) store(up + i * W, load(up + i * W) + bias_u[i]);
-    }
-    if (p.h) save_h<bf16>(p, block.row + m0, least(kGroup, block.rows - m0), f, n, gate, up, W);
-  }
-  for (int64_t i = 0; i < kGroup; i += 2) {
-    vf v[2];
-    for (int64_t j = 0; j < 2; ++j)
-      v[j] = i + j < n ? hidden(w.act, load(gate + (i + j) * W), w.act.gated ? load(up + (i + j) * W) : splat(0.0f))
-                       : splat(0.0f);
-    store(reinterpret_cast<float*>(to + i / 2 * 64), PairLane::join(v));
-  }
-  // The sum of the down projection runs to a multiple of 32.
-  if (f + kGroup >= w.F && f / kGroup % 2 == 0) memset(to + kGroup * kGroup * 2, 0, kGroup * kGroup * 2);
+  const int64_t F = p.w->F, padded = round_to(F, kStep);  // the sum of the down projection runs to a multiple of 32
+  float* act = reinterpret_cast<float*>(block.act + m0 / kGroup * kGroup * padded * 2) + f / 2 * W;
+  finish_up<PairLane, bf16>(p, block.row + m0, least(kGroup, block.rows - m0), f, n, gate, up, W, bias_g, bias_u, act);
+  const int64_t lanes = (n + 1) / 2;
+  if (f + n == F) memset(act + lanes * W, 0, static_cast<size_t>((padded - f) / 2 - lanes) * W * 4);
 }
 
 // Rows [f0, f1) of the hidden units: a panel is a tile of gate rows and one of up rows, or two tiles when not gated.

@@ -126,7 +126,7 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
           float* gate = buf.sums + first * W * kChunk + at;
           const int64_t m = first * W + at;
           finish_up<L, XT>(p, block.row + m, least(W, block.rows - m), f, n, gate, gate + n * pitch, pitch, buf.bias,
-                           act + first * W * lanes + f / L::kPerLane * pitch + at);
+                           buf.bias + n, act + first * W * lanes + f / L::kPerLane * pitch + at);
         }
       for (int64_t m = 0; m < cut.dots; ++m) {
         const float* sums = buf.sums + (cut.vectors * W + m) * kChunk;
@@ -157,7 +157,7 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
       product<L, WT>(cut, act, w.F, &rows, 1, n, w.w_out.s2 == 1 && d + kChunk < d1 ? n * rows.stride : 0, buf);
     }
     fetch_bias(w.b_out, block.expert, d, 1, n, buf.bias);
-    with_type(p.out, p.x.dtype, [&](auto* x) {
+    with_type(p.out.data, p.x.dtype, [&](auto* x) {
       using XT = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
       for (int64_t i = 0; i < cut.panels; ++i)
         for (int64_t first = cut.first(i), pitch = (cut.first(i + 1) - first) * W, at = 0; at < pitch; at += W) {
@@ -167,7 +167,7 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
       for (int64_t m = 0; m < cut.dots; ++m) {
         const float* sums = buf.sums + (cut.vectors * W + m) * kChunk;
         const int64_t slot = slot_of(p, block.row + cut.vectors * W + m);
-        XT* out = reinterpret_cast<XT*>(p.out) + (slot - p.first_slot) * w.D + d;
+        XT* out = p.out.at<XT>(slot, d);
         const float scale = p.out_scale ? p.out_scale[slot] : 1.0f;
         for (int64_t i = 0; i < n; i += W)
           store_upto(out + i, (load_upto(sums + i, n - i) + load_upto(buf.bias + i, n - i)) * scale, n - i);
@@ -176,27 +176,27 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
   }
 }
 
-static void combine_task(const Sum& s, int64_t t0, int64_t t1) {
+static void combine_task(const Sum& s, int64_t t0, int64_t t1, int64_t d0, int64_t d1) {
   with_type(s.y, s.dtype, [&](auto* y0) {
     using XT = std::remove_const_t<std::remove_pointer_t<decltype(y0)>>;
     for (int64_t t = t0; t < t1; ++t) {
-      XT* y = reinterpret_cast<XT*>(s.y) + t * s.D;
-      const XT* out = reinterpret_cast<const XT*>(s.out) + (t - s.first_token) * s.K * s.D;
-      const XT* shared = s.shared ? reinterpret_cast<const XT*>(s.shared) + (t - s.first_token) * s.D : nullptr;
+      XT* y = reinterpret_cast<XT*>(s.y) + t * s.D + d0;
       auto dropped = [&](int64_t k) {
         const int64_t row = s.row_of_slot ? s.row_of_slot[t * s.K + k] : t * s.K + k;
         return row < 0 || row >= s.rows;
       };
       if (s.only_dropped) {
-        if (dropped(0)) memset(y, 0, static_cast<size_t>(s.D) * sizeof(XT));
+        if (dropped(0)) memset(y, 0, static_cast<size_t>(d1 - d0) * sizeof(XT));
         continue;
       }
-      for (int64_t d = 0; d < s.D; d += W) {
-        const int64_t left = s.D - d;
+      const XT* out = s.out.at<XT>(t * s.K, d0);
+      const XT* shared = s.shared.data ? s.shared.at<XT>(t, d0) : nullptr;
+      for (int64_t d = 0; d < d1 - d0; d += W) {
+        const int64_t left = d1 - d0 - d;
         vf total = splat(0.0f);
         for (int64_t k = 0; k < s.K; ++k) {
           if (dropped(k)) continue;
-          const vf v = load_upto(out + k * s.D + d, left);
+          const vf v = load_upto(out + k * s.out.width + d, left);
           total = s.weights ? fma(splat(s.weights[t * s.K + k]), v, total) : total + v;
         }
         if (shared) {

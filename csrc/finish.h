@@ -50,12 +50,12 @@ static void save_h(const Part& p, int64_t row, int64_t tokens, int64_t f, int64_
 // Sums (n rows of up to W tokens) of hidden units [f, f + n) -> h, and act in a panel whose lane of f is at `act`.
 template <class L, class XT>
 static void finish_up(const Part& p, int64_t row, int64_t tokens, int64_t f, int64_t n, float* gate, float* up,
-                      int64_t pitch, const float* bias, float* act) {
+                      int64_t pitch, const float* bias_g, const float* bias_u, float* act) {
   const Experts& w = *p.w;
   if (w.b_in.data || p.h) {
     for (int64_t i = 0; i < n; ++i) {
-      store(gate + i * pitch, load(gate + i * pitch) + bias[i]);
-      if (w.act.gated) store(up + i * pitch, load(up + i * pitch) + bias[n + i]);
+      store(gate + i * pitch, load(gate + i * pitch) + bias_g[i]);
+      if (w.act.gated) store(up + i * pitch, load(up + i * pitch) + bias_u[i]);
     }
     if (p.h) save_h<XT>(p, row, tokens, f, n, gate, up, pitch);
   }
@@ -104,11 +104,11 @@ static void finish_up_row(const Part& p, int64_t row, int64_t f, int64_t n, cons
 template <class XT>
 static void finish_out(const Part& p, int64_t row, int64_t tokens, int64_t d, int64_t n, const float* sums, int64_t pitch,
                        const float* bias) {
+  XT* out = p.out.at<XT>(p.out.first, d);
   write_columns(sums, pitch, tokens, n, [&](int64_t m, int64_t i, vf v, int64_t left) {
     const int64_t slot = slot_of(p, row + m);
     const float scale = p.out_scale ? p.out_scale[slot] : 1.0f;
-    store_upto(reinterpret_cast<XT*>(p.out) + (slot - p.first_slot) * p.w->D + d + i, (v + load_upto(bias + i, left)) * scale,
-               left);
+    store_upto(out + (slot - p.out.first) * p.out.width + i, (v + load_upto(bias + i, left)) * scale, left);
   });
 }
 

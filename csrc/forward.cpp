@@ -11,9 +11,11 @@
 namespace moeffn {
 namespace {
 
-// Most memory of a pass for what experts give, whatever the routing: when it is not enough, the tokens are taken in
-// several passes. A tile of at most 4 MiB per thread comes on top.
+// Most memory of a pass for activations and what experts give, whatever the routing. When it is not enough, what experts
+// give is made and summed strip by strip of its columns; when a strip would be too narrow, the tokens are taken in several
+// passes, each of which reads the weights again. A tile of at most 4 MiB per thread comes on top.
 constexpr int64_t kMostScratch = int64_t{52} << 20;
+constexpr int64_t kLeastStrip = 128;
 // Tasks wanted per thread and phase: fewer lose to imbalance, more to packing the same rows again.
 constexpr int64_t kTasksPerThread = 8;
 // Reading an expert's weights costs about as much as multiplying this many rows by them.
@@ -23,9 +25,9 @@ constexpr int64_t kCombineTokens = 16;
 constexpr int64_t kSmallWork = 1 << 16;
 
 struct Task {
-  int32_t block;
-  bool is_down;
-  int64_t from, to;
+  enum Kind : int32_t { up, down, sum } kind;
+  int32_t index;     // of the block; of the strip for a sum
+  int64_t from, to;  // hidden units, columns, tokens
 };
 
 // The blocks of one part that hold slots [s0, s1).
@@ -59,11 +61,14 @@ void add_blocks(const Part& part, int index, int64_t s0, int64_t s1, bool all, c
 
 int64_t cost(const Part& p, const Block& b) { return (b.rows + kReadRows) * p.w->F * p.w->D; }
 
-void cut(std::vector<Task>& tasks, int32_t block, bool is_down, int64_t n, int64_t parts, int64_t step) {
-  const int64_t units = (n + step - 1) / step;
+// Adds tasks for [from, to) in so many parts of whole steps; returns their number.
+int64_t cut(std::vector<Task>& tasks, Task::Kind kind, size_t index, int64_t from, int64_t to, int64_t parts, int64_t step) {
+  const int64_t units = (to - from + step - 1) / step;
   parts = std::max<int64_t>(1, std::min(parts, units));
   for (int64_t i = 0; i < parts; ++i)
-    tasks.push_back({block, is_down, units * i / parts * step, std::min(n, units * (i + 1) / parts * step)});
+    tasks.push_back({kind, static_cast<int32_t>(index), from + units * i / parts * step,
+                     std::min(to, from + units * (i + 1) / parts * step)});
+  return parts;
 }
 
 // One layer's call: the routed experts are part 0, the shared expert part 1.
@@ -103,17 +108,27 @@ class Call {
     for (int64_t t0 = 0, n = call_.T; t0 < call_.T; t0 += n) {
       n = std::min(n, call_.T - t0);
       while (!fits(t0, n) && n > 1) n = (n + 1) / 2;
+      if (width_ == 0) width_ = sum_.D;
       pass(t0, n);
     }
   }
 
  private:
-  int64_t out_bytes(int64_t tokens) const {
-    const int64_t row = sum_.D * size_of(sum_.dtype);
-    return (direct_ ? 0 : tokens * sum_.K * row) + (parts_.size() > 1 ? tokens * row : 0) + 128;
+  // Bytes of a column of what the routed experts, and the shared one, give to so many tokens.
+  int64_t routed_column(int64_t tokens) const { return direct_ ? 0 : tokens * sum_.K * size_of(sum_.dtype); }
+  int64_t shared_column(int64_t tokens) const { return parts_.size() > 1 ? tokens * size_of(sum_.dtype) : 0; }
+
+  // The width of the strips that so many bytes hold; 0 when they are too few.
+  int64_t strip_width(int64_t tokens, int64_t bytes) const {
+    const int64_t column = routed_column(tokens) + shared_column(tokens), step = k_.f_step;
+    if (sum_.D * column <= bytes) return sum_.D;
+    const int64_t most = std::max<int64_t>(bytes, 0) / (2 * column) / step * step;
+    if (most < kLeastStrip) return 0;
+    const int64_t strips = (sum_.D + most - 1) / most;
+    return ((sum_.D + strips - 1) / strips + step - 1) / step * step;
   }
 
-  // Fills blocks_ for tokens [t0, t0 + n); true if the pass's memory stays within the limit.
+  // Fills blocks_ for tokens [t0, t0 + n) and sets width_; true if the pass's memory stays within the limit.
   bool fits(int64_t t0, int64_t n) {
     blocks_.clear();
     const bool all = n == call_.T;
@@ -127,7 +142,8 @@ class Call {
       act_bytes_ += (k_.act_bytes(p, b.rows) + 63) / 64 * 64;
       local_bytes_ = std::max(local_bytes_, static_cast<int64_t>(k_.local_bytes(p, b.rows)));
     }
-    return act_bytes_ + out_bytes(n) <= kMostScratch;
+    width_ = strip_width(n, kMostScratch - act_bytes_ - 256);
+    return width_ > 0;
   }
 
   void pass(int64_t t0, int64_t n) {
@@ -137,20 +153,16 @@ class Call {
     for (const Block& b : blocks_) total += cost(parts_[b.part], b);
     const int threads = total < kSmallWork ? 1 : threads_;
 
+    const int64_t strips = (sum_.D + width_ - 1) / width_;
     Carver sizes(nullptr);
     auto carve = [&](Carver& c) {
       char* act = c.take<char>(static_cast<size_t>(act_bytes_));
-      const int64_t row = sum_.D * size_of(sum_.dtype);
-      char* out = c.take<char>(static_cast<size_t>(direct_ ? 0 : n * sum_.K * row));
-      char* shared = c.take<char>(static_cast<size_t>(parts_.size() > 1 ? n * row : 0));
-      parts_[0].out = direct_ ? sum_.y : out;
-      parts_[0].first_slot = direct_ ? 0 : t0 * sum_.K;
-      sum_.out = out;
-      sum_.first_token = t0;
-      if (parts_.size() > 1) {
-        sum_.shared = parts_[1].out = shared;
-        parts_[1].first_slot = t0;
-      }
+      auto outs = [&](int64_t column, int64_t first) {
+        const int64_t bytes = (column * width_ + 63) / 64 * 64;
+        return Outs{c.take<char>(static_cast<size_t>(strips > 1 ? 2 * bytes : bytes)), first, width_, bytes};
+      };
+      sum_.out = parts_[0].out = direct_ ? Outs{sum_.y, 0, width_, 0} : outs(routed_column(n), t0 * sum_.K);
+      if (parts_.size() > 1) sum_.shared = parts_[1].out = outs(shared_column(n), t0);
       for (Block& b : blocks_) {
         b.act = act;
         act += (k_.act_bytes(parts_[b.part], b.rows) + 63) / 64 * 64;
@@ -163,44 +175,45 @@ class Call {
     char* locals = carve(real);
 
     tasks_.clear();
-    std::unique_ptr<Latch[]> ups(new Latch[blocks_.size() + 1]);
+    std::unique_ptr<Latch[]> ups(new Latch[blocks_.size()]), downs(new Latch[strips]), sums(new Latch[strips]);
     const int64_t share = std::max<int64_t>(1, total / (threads * kTasksPerThread));
-    for (int phase = 0; phase < 2; ++phase)
-      for (size_t i = 0; i < blocks_.size(); ++i) {
-        const Part& p = parts_[blocks_[i].part];
-        const size_t before = tasks_.size();
-        cut(tasks_, static_cast<int32_t>(i), phase == 1, phase ? p.w->D : p.w->F,
-            threads == 1 ? 1 : (cost(p, blocks_[i]) + share - 1) / share, k_.f_step);
-        if (phase == 0) ups[i].reset(static_cast<int64_t>(tasks_.size() - before));
-      }
-    const int64_t work = static_cast<int64_t>(tasks_.size());
-    int64_t downs = 0;
-    for (const Task& t : tasks_) downs += t.is_down;
-    Latch all_down;
-    all_down.reset(downs);
-    const int64_t sums = (n + kCombineTokens - 1) / kCombineTokens;
-    Claims claims(work + sums);
+    auto parts = [&](size_t i) { return threads == 1 ? 1 : (cost(parts_[blocks_[i].part], blocks_[i]) + share - 1) / share; };
+    for (size_t i = 0; i < blocks_.size(); ++i)
+      ups[i].reset(cut(tasks_, Task::up, i, 0, parts_[blocks_[i].part].w->F, parts(i), k_.f_step));
+    for (int64_t s = 0; s <= strips; ++s) {  // a strip is summed after the next one was handed out
+      int64_t made = 0;
+      for (size_t i = 0; s < strips && i < blocks_.size(); ++i)
+        made += cut(tasks_, Task::down, i, s * width_, std::min(sum_.D, (s + 1) * width_), (parts(i) + strips - 1) / strips,
+                    k_.f_step);
+      if (s < strips) downs[s].reset(made);
+      if (s > 0)
+        sums[s - 1].reset(cut(tasks_, Task::sum, static_cast<size_t>(s - 1), t0, t0 + n, n, kCombineTokens));
+    }
+    Claims claims(static_cast<int64_t>(tasks_.size()));
 
     parallel(threads, [&](int thread, int) {
       Local local;
       local.data = locals + local_bytes_ * thread;
       for (int64_t i = claims.next(); i >= 0; i = claims.next()) {
-        if (i >= work) {
-          all_down.wait();
-          const int64_t a = t0 + (i - work) * kCombineTokens;
-          k_.combine(sum_, a, std::min(a + kCombineTokens, t0 + n));
+        const Task& task = tasks_[i];
+        if (task.kind == Task::sum) {
+          const int64_t d = task.index * width_;
+          downs[task.index].wait();
+          k_.combine(sum_, task.from, task.to, d, std::min(sum_.D, d + width_));
+          sums[task.index].done();
           continue;
         }
-        const Task& task = tasks_[i];
-        const Block& block = blocks_[task.block];
+        const Block& block = blocks_[task.index];
         const Part& part = parts_[block.part];
-        if (task.is_down) {
-          ups[task.block].wait();
-          k_.down(part, block, task.from, task.to, local);
-          all_down.done();
-        } else {
+        if (task.kind == Task::up) {
           k_.up(part, block, task.from, task.to, local);
-          ups[task.block].done();
+          ups[task.index].done();
+        } else {
+          const int64_t strip = task.from / width_;
+          ups[task.index].wait();
+          if (strip > 1) sums[strip - 2].wait();
+          k_.down(part, block, task.from, task.to, local);
+          downs[strip].done();
         }
       }
     });
@@ -215,6 +228,7 @@ class Call {
   std::vector<Block> blocks_;
   std::vector<Task> tasks_;
   int64_t act_bytes_ = 0, local_bytes_ = 0;
+  int64_t width_ = 0;  // columns of a strip
   Sum sum_;
 };
 

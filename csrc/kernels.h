@@ -7,6 +7,22 @@
 
 namespace moeffn {
 
+// What experts give, (slots, D) in the dtype of x, in strips of `width` columns. There is room for one strip that holds all
+// columns, or for two strips, which the even and the odd ones use in turn.
+struct Outs {
+  char* data = nullptr;
+  int64_t first = 0;  // the slot that they start with
+  int64_t width = 0;
+  int64_t odd = 0;    // bytes from the even strips to the odd ones
+
+  // Column d of a slot; the slots' rows, and the columns up to the strip's end, lie side by side.
+  template <class XT>
+  MOEFFN_SMALL XT* at(int64_t slot, int64_t d) const {
+    const int64_t strip = d / width;
+    return reinterpret_cast<XT*>(data + strip % 2 * odd) + (slot - first) * width + d - strip * width;
+  }
+};
+
 // One FFN inside a call: the routed experts, or the shared one.
 struct Part {
   const Experts* w = nullptr;
@@ -14,8 +30,7 @@ struct Part {
   Plan plan;
   const float* in_scale = nullptr;   // (T, K): scales what enters an expert; nullptr: ones
   const float* out_scale = nullptr;  // (T, K): scales what leaves it; nullptr: ones, or combine does it
-  char* out = nullptr;               // (slots, D) contiguous, dtype of x: what each slot's expert gives
-  int64_t first_slot = 0;            // the slot that out starts with
+  Outs out;
   void* h = nullptr;                 // as Forward::h
 };
 
@@ -35,12 +50,11 @@ struct Local {
 struct Sum {
   int64_t D = 0, K = 1;
   DType dtype = DType::f32;
-  const char* out = nullptr;             // as Part::out
-  int64_t first_token = 0;               // the token that out and shared start with
+  Outs out;
   const int32_t* row_of_slot = nullptr;  // negative: the slot adds nothing; nullptr: slot s is row s
   int64_t rows = 0;                      // rows from here on belong to no expert
   const float* weights = nullptr;        // (T, K), nullptr: ones
-  const char* shared = nullptr;          // (tokens, D), nullptr: none
+  Outs shared;                           // a slot for each token; data == nullptr: none
   const float* shared_gate = nullptr;    // (T,), nullptr: ones
   bool only_dropped = false;             // K = 1 and out is y already: fill in zeros where there is no row
   char* y = nullptr;                     // (T, D)
@@ -54,14 +68,14 @@ struct Kernels {
   size_t (*local_bytes)(const Part&, int64_t rows);
   // act(x · w_inᵀ + b_in) for columns [f0, f1); both are multiples of f_step, or F. Also writes h when wanted.
   void (*up)(const Part&, const Block&, int64_t f0, int64_t f1, Local&);
-  // out = act · w_outᵀ + b_out for columns [d0, d1), multiples of f_step, or D.
+  // out = act · w_outᵀ + b_out for columns [d0, d1) of one strip, multiples of f_step, or D.
   void (*down)(const Part&, const Block&, int64_t d0, int64_t d1, Local&);
-  // y[t] = sum over k, in slot order, of weights[t, k] * out[row]; then the shared expert's row.
-  void (*combine)(const Sum&, int64_t t0, int64_t t1);
+  // y[t] = sum over k, in slot order, of weights[t, k] * out[row]; then the shared expert's row: columns [d0, d1) of one
+  // strip.
+  void (*combine)(const Sum&, int64_t t0, int64_t t1, int64_t d0, int64_t d1);
   int64_t f_step;
   const char* name;
 };
-
 
 // What the machine can do at most (probe.h): FLOPs of a loop in registers for fp32 and bf16, and a plain read.
 struct Probe {

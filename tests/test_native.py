@@ -203,6 +203,22 @@ def test_many_tokens_of_one_expert_take_bounded_memory():
     assert errors(y[:100], part.double())[0] <= 5e-3
 
 
+def test_wide_results_are_summed_strip_by_strip():
+    """512 tokens of 16 experts each: 63 MiB of what experts give, more than one strip of columns may hold."""
+    ew, shared = layer(24, 2044, 16), layer(1, 2044, 16)
+    x, gate = torch.randn(512, 2044), torch.rand(512)
+    ids, w = torch.rand(512, 24).topk(16).indices.int(), torch.rand(512, 16)
+    ids[::7, 3] = -1
+    for more in ({}, {"shared": shared, "shared_gate": gate}):
+        native.scratch_release()
+        y = BACKEND.moe(x, ids, w, ew, apply_to="output", **more)
+        assert native.scratch_held() <= 64 << 20
+        for some in (slice(0, 60), slice(450, 512)):
+            given = {**more, "shared_gate": gate[some]} if more else {}
+            part = BACKEND.moe(x[some], ids[some], w[some], ew, apply_to="output", **given)
+            assert errors(y[some], part.double())[1] <= 2e-6
+
+
 def test_plan_is_the_oracles():
     for T, K, E in ((0, 1, 3), (1, 1, 1), (50, 4, 7), (9, 2, 1000)):
         ids = torch.randint(-2, E + 2, (T, K), dtype=torch.int32)
