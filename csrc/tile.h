@@ -68,7 +68,7 @@ MOEFFN_INLINE Buffers carve(char* data, const Cut& cut, const Experts& w, size_t
   b.tile = reinterpret_cast<float*>(take(tile_floats<L>(cut, w.D) * 4));
   b.sums = reinterpret_cast<float*>(take((cut.vectors * W + cut.dots) * kChunk * 4));
   b.bias = reinterpret_cast<float*>(take(kChunk * 4));
-  b.wide = reinterpret_cast<float*>(take(widens ? kChunk * (block_lanes(1) + W) * 4 : 0));
+  b.wide = reinterpret_cast<float*>(take(widens ? kChunk * (kWideLanes + W) * 4 : 0));
   b.copies = take(contiguous_rows(w) ? 0 : kChunk * (w.D > w.F ? w.D : w.F) * static_cast<int64_t>(sizeof(WT)));
   const int64_t widest = w.D > w.in_rows() ? w.D : w.in_rows();
   b.wide_sums = reinterpret_cast<float*>(take(by_columns(cut, w.w_in) || by_columns(cut, w.w_out) ? cut.dots * widest * 4 : 0));
