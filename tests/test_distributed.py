@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(6))
 def test_equals_one_process_in_float64(name: str, block: int):
     """Two hundred problems a dispatcher, up to sixteen ranks."""
     for seed in range(block * 20, block * 20 + 20):

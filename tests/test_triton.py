@@ -28,7 +28,7 @@ FILES = sorted(HERE.glob("test_kernels_*.py"))
 @pytest.fixture(scope="module")
 def interpreter_runs():
     """All files at once, each in its process; their kernels use one core each."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
     runs = {f.name: subprocess.Popen([*command, str(f)], cwd=HERE.parent, env=environment, text=True,
                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for f in FILES}
