@@ -298,29 +298,6 @@ def test_saved_for_backward_is_x_h_and_sixteen_bytes_a_slot_at_most(backend):
 
 
 @backend
-def test_nothing_is_kept_where_nothing_is_differentiated(backend, monkeypatch):
-    impl = moeffn.backends.get(backend)
-    real, pre, saved = impl.forward, [], []
-
-    def spy(*args, **kwargs):
-        y, h = real(*args, **kwargs)
-        pre.append(h)
-        return y, h
-
-    monkeypatch.setattr(impl, "forward", spy)
-    monkeypatch.setattr(functional.backends, "plain_inference", lambda *tensors: False)  # its shortcut has no h to keep
-    problem = make(dtype=torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        problem.run(backend=backend, grads=False)
-        with torch.no_grad():
-            moeffn.moe_ffn(problem.leaves["x"].requires_grad_(), Routing(problem.ids, problem.leaves["weights"]),
-                           problem.experts(), backend=backend)
-        assert pre == [None, None] and not saved
-        problem.run(backend=backend)
-    assert pre[2].shape == (26, 24) and saved  # with gradients they are there
-
-
-@backend
 def test_frozen_weights_cost_no_weight_gradient(backend, monkeypatch):
     # unsloth-zoo#838, Liger-Kernel#1441: dW was computed and thrown away; unfreezing later must work
     problem = make(dtype=torch.float32)

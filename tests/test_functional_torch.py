@@ -139,3 +139,26 @@ def test_forward_mode_derivatives_are_refused():
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
         x = torch.autograd.forward_ad.make_dual(p.leaves["x"], torch.ones(13, 16))
         moeffn.moe_ffn(x, Routing(p.ids, p.leaves["weights"]), p.experts())
+
+
+@backend
+def test_nothing_is_kept_where_nothing_is_differentiated(backend, monkeypatch):
+    impl = moeffn.backends.get(backend)
+    real, pre, saved = impl.forward, [], []
+
+    def spy(*args, **kwargs):
+        y, h = real(*args, **kwargs)
+        pre.append(h)
+        return y, h
+
+    monkeypatch.setattr(impl, "forward", spy)
+    monkeypatch.setattr(functional.backends, "plain_inference", lambda *tensors: False)  # its shortcut has no h to keep
+    problem = make(dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        problem.run(backend=backend, grads=False)
+        with torch.no_grad():
+            moeffn.moe_ffn(problem.leaves["x"].requires_grad_(), Routing(problem.ids, problem.leaves["weights"]),
+                           problem.experts(), backend=backend)
+        assert pre == [None, None] and not saved
+        problem.run(backend=backend)
+    assert pre[2].shape == (26, 24) and saved  # with gradients they are there
