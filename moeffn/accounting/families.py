@@ -61,18 +61,31 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     keys = Keys(config)
     if not keys.has("model_type") and keys.has("intermediate"):
         return FAMILIES["paper"](keys)
-    name = keys.text("model_type")
-    if name not in FAMILIES:
-        near = difflib.get_close_matches(name, FAMILIES, 3)
-        hint = f" (close: {', '.join(near)})" if near else ""
-        raise ValueError(
-            f"config.model_type: no weight table for {name!r}{hint}; "
-            "moeffn.accounting.count(module) counts any live module, also one on the meta device"
-        )
-    model = FAMILIES[name](keys)
+    model = built(keys)
     if not model.excluded:
         return model
     return replace(model, towers=lambda: towers(Keys(config), model.d_model))
+
+
+def built(k: Keys) -> Architecture:
+    """The model of the family that `model_type` names; capitals and punctuation do not matter (MiniMaxText01)."""
+    name = k.text("model_type")
+    if name not in FAMILIES:
+        same = [known for known in FAMILIES if _letters(known) == _letters(name)]
+        if not same:
+            near = difflib.get_close_matches(name, FAMILIES, 3)
+            hint = f" (close: {', '.join(near)})" if near else ""
+            raise ValueError(
+                f"{k.where}.model_type: no weight table for {name!r}{hint}; "
+                "moeffn.accounting.count(module) counts any live module, also one on the meta device"
+            )
+        name = same[0]
+        k.data = {**k.data, "model_type": name}
+    return FAMILIES[name](k)
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def width_and_depth(k: Keys) -> tuple[int, int]:
@@ -149,6 +162,8 @@ def first_dense(k: Keys, layers: int, absent: Any = REQUIRED) -> list[bool]:
     if k.has("mlp_layer_types"):
         words = k.words("mlp_layer_types", layers=layers, among=("dense", "sparse", "moe", "hash_moe"))
         return [word != "dense" for word in words]
+    if k.has("is_moe_layer"):
+        return k.flags("is_moe_layer", layers=layers)
     if isinstance(k.data.get("moe_layer_freq"), list):
         return [bool(v) for v in k.each("moe_layer_freq", layers=layers)]
     first = k.integer("first_k_dense_replace", "num_dense_layers", minimum=0, absent=absent)

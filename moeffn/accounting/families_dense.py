@@ -89,6 +89,7 @@ PLAIN = {
     "PanguEmbedded": Plain(bias_key="bias"),
     "Yi": Plain(bias=""),
     "xverse": Plain(bias=""),
+    "telechat3": Plain(),
     "vaultgemma": Plain(tied=True),
     "jais2": Plain(norm_bias=True, gated=False),
     "apertus1p5_text": Plain(gated=False, qk_norm="head", activation=2),

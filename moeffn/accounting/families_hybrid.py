@@ -20,7 +20,7 @@ from .families import (
     width_and_depth,
     windows,
 )
-from .families_moe import every_layer
+from .families_moe import every_layer, grouped_lightning
 from .ffns import dense, moe
 from .mixers import gated_delta, gqa, kimi_delta, lightning, mla, short_conv
 from .reader import Keys
@@ -79,9 +79,11 @@ def minimax(k: Keys) -> Architecture:
 
 @family("kimi_linear", "bailing_hybrid")
 def delta_latent(k: Keys) -> Architecture:
-    """Kimi delta attention with latent attention between."""
+    """Kimi delta attention with latent attention between; Ling 2.5, of Ling 3's `model_type`, has lightning attention
+    in its place and no gates on the latent one."""
     name = k.text("model_type")
     kimi = name == "kimi_linear"
+    delta = kimi or k.has("short_conv_kernel_size", "no_kda_lora", "kda_safe_gate") or not k.has("group_norm_size")
     d, n = width_and_depth(k)
     heads = k.integer("num_attention_heads")
     if kimi and k.has("linear_attn_config"):
@@ -91,12 +93,16 @@ def delta_latent(k: Keys) -> Architecture:
         sizes = inner.integer("num_heads"), inner.integer("head_dim"), inner.integer("short_conv_kernel_size")
     else:
         linear = linear_layers(k, n, "layer_group_size")
-        sizes = ((k.integer("linear_num_heads"), k.integer("linear_head_dim"), k.integer("linear_conv_kernel_dim"))
-                 if kimi else (heads, k.integer("linear_head_dim", "head_dim"), k.integer("short_conv_kernel_size")))
+        if kimi:
+            sizes = k.integer("linear_num_heads"), k.integer("linear_head_dim"), k.integer("linear_conv_kernel_dim")
+        else:
+            conv = k.integer("short_conv_kernel_size") if delta else 0
+            sizes = heads, k.integer("linear_head_dim", "head_dim"), conv
     rank = k.integer("q_lora_rank") if k.has("q_lora_rank") else 0
     attention = mla(d, heads, rank, k.integer("kv_lora_rank"), k.integer("qk_nope_head_dim"),
-                    k.integer("qk_rope_head_dim"), k.integer("v_head_dim"), gate="" if kimi else "heads")
-    recurrent = kimi_delta(d, *sizes, low_rank=kimi)
+                    k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
+                    gate="heads" if delta and not kimi else "")
+    recurrent = kimi_delta(d, *sizes, low_rank=kimi) if delta else grouped_lightning(k, d, heads, sizes[1])
     sparse = first_dense(k, n)
     expert = k.integer("moe_intermediate_size")
     ffn = moe(d, expert, k.integer("num_experts", "num_local_experts"),
@@ -109,7 +115,8 @@ def delta_latent(k: Keys) -> Architecture:
     if kimi and k.data.get("num_nextn_predict_layers"):
         k.excluded.append("num_nextn_predict_layers")
     elif not kimi and ffn:  # latent attention and experts
-        mtp = (predictor(d, block("mtp", attention, ffn, norm(d, copies=2))),) * predictions(k)
+        mtp = (predictor(d, block("mtp", attention, ffn, norm(d, copies=2))),) * predictions(
+            k, "num_nextn_predict_layers", "num_mtp_layers")
     return decoder(k, name, d, layers, tied=False, mtp=mtp)
 
 

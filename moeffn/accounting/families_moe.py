@@ -233,9 +233,8 @@ def grouped(k: Keys) -> Architecture:
     for i, window in enumerate(windows(k, n)):
         if slides:
             mixed = _mimo(k, d, slides[i], bias, window)
-        elif name == "bailing_moe_linear" and (i + 1) % group and i < n - n % group:  # lightning attention
-            mixed = (gqa(d, heads, heads, width, bias=bias, qk_norm=qk_norm, gate="channels")[0] + norm(heads * width),
-                     Mixer(state=heads * width * width))
+        elif name == "bailing_moe_linear" and (i + 1) % group and i < n - n % group:
+            mixed = grouped_lightning(k, d, heads, width)
         else:
             mixed = gqa(d, per_layer[i], kv, width, bias=bias, qk_norm=qk_norm, gate=gate, window=window)
             mixed[0].extend([Weight("attention", (heads,), "filter")] * (name == "beam"))  # bias of the gate
@@ -252,6 +251,14 @@ def grouped(k: Keys) -> Architecture:
         k.excluded.append("num_nextn_predict_layers")
     return decoder(k, name, d, layers, tied=False, mtp=mtp,
                    mtp_copies=2 * name.startswith(("glm4", "sarvam", "bailing_moe")))
+
+
+def grouped_lightning(k: Keys, d: int, heads: int, width: int) -> Mixed:
+    """Lightning attention of Ring-linear and Ling 2.5: as many key/value heads as queries, a gate and a norm."""
+    bias = "qkv" * k.flag("use_qkv_bias", absent=False) + "o" * k.flag("use_bias", absent=False)
+    qk_norm = "head" if k.flag("use_qk_norm", absent=True) else ""
+    found, _ = gqa(d, heads, heads, width, bias=bias, qk_norm=qk_norm, gate="channels")
+    return found + norm(heads * width), Mixer(state=heads * width * width)
 
 
 def _slides(k: Keys, layers: int) -> list[bool]:

@@ -5,7 +5,7 @@ Gemma 3 and 4, whose published sizes include the vision tower, are in `families_
 
 from __future__ import annotations
 
-from .families import FAMILIES, attention_bias, block, decoder, family, heads_of, tower
+from .families import FAMILIES, attention_bias, block, built, decoder, family, heads_of, tower
 from .ffns import dense, moe
 from .mixers import gqa
 from .reader import Keys
@@ -40,10 +40,7 @@ def multimodal(k: Keys) -> Architecture:
         return FAMILIES[flat](k)
     if inner is k:
         raise ValueError(f"config.text_config is missing: it holds the language model of {k.text('model_type')}")
-    name = inner.text("model_type")
-    if name not in FAMILIES:
-        raise ValueError(f"{inner.where}.model_type: no weight table for {name!r}")
-    return FAMILIES[name](inner)
+    return built(inner)
 
 
 @family("qwen3_omni_moe", "qwen2_5_omni")

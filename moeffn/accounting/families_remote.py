@@ -5,7 +5,7 @@ Compared with published totals in the tests, since there is no live model to com
 
 from __future__ import annotations
 
-from .families import block, decoder, family, heads_of, width_and_depth, without_experts
+from .families import block, decoder, family, first_dense, heads_of, width_and_depth, without_experts
 from .families_dense import plain
 from .ffns import dense, moe
 from .mixers import gqa
@@ -172,6 +172,8 @@ def step3(k: Keys) -> Architecture:
 @family("hf_olmo", "llada")
 def olmo(k: Keys) -> Architecture:
     """OLMo as first published, and LLaDA on the same code. In OLMo's blocks `mlp_hidden_size` is gate and up in one."""
+    if k.has("expert_intermediate_size"):
+        return llada_moe(k)
     without_experts(k)
     d, n, heads = k.integer("d_model"), k.integer("n_layers"), k.integer("n_heads")
     kv = k.integer("n_kv_heads", absent=1 if k.flag("multi_query_attention", absent=False) else heads)
@@ -188,6 +190,19 @@ def olmo(k: Keys) -> Architecture:
               "vocab_size": k.integer("embedding_size", "vocab_size")}
     return decoder(k, "olmo", d, [block("dense", mixed, dense(d, hidden, bias=bias), norm(d, copies=2) * norms)] * n,
                    tied=False, final_norm=norms)
+
+
+def llada_moe(k: Keys) -> Architecture:
+    """LLaDA-MoE, of LLaDA's `model_type`: OLMoE's layers with norms for each head."""
+    d, n = width_and_depth(k)
+    bias = "qkvo" * k.flag("attention_bias", absent=False)
+    mixed = gqa(d, *heads_of(k, d), bias=bias, qk_norm="head" if k.flag("qk_layernorm") else "")
+    sparse = first_dense(k, n)
+    ffn = moe(d, k.integer("expert_intermediate_size"), k.integer("num_experts"), k.integer("num_experts_per_tok"),
+              shared=k.integer("shared_expert_intermediate_size", absent=0, minimum=0))
+    plain_ffn = dense(d, k.integer("dense_intermediate_size")) if not all(sparse) else []
+    layers = [block("sparse" if on else "dense", mixed, ffn if on else plain_ffn, norm(d, copies=2)) for on in sparse]
+    return decoder(k, "llada_moe", d, layers, tied=False)
 
 
 @family("phi3small")

@@ -85,6 +85,14 @@ class Keys:
     def flag(self, *names: str, absent: Any = REQUIRED) -> bool:
         return self._typed(names, absent, bool, "true or false")
 
+    def flags(self, name: str, layers: int) -> list[bool]:
+        """True or false for every layer."""
+        value = self._typed((name,), REQUIRED, list, f"a list of {layers} of true and false")
+        if len(value) != layers or not all(isinstance(v, bool) for v in value):
+            raise ValueError(f"{self.where}.{name}: expected {layers} of true and false, one for each layer, "
+                             f"got {value}")
+        return value
+
     def number(self, name: str) -> float:
         """A number of at least 0."""
         _, value = self._find((name,), REQUIRED)
