@@ -1,5 +1,6 @@
 """Models that transformers builds, on the meta device, beside their configs as saving would write them."""
 
+import importlib
 import warnings
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    FunnelModel,
 )
 
 from moeffn.accounting.families_encoders import ENCODERS
@@ -22,12 +24,26 @@ ORDER = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForCausalLM,
 
 def build(config):
     """The model with its head, of an encoder without."""
+    if config.model_type == "funnel":  # two classes for one config: with the decoder back to all positions
+        with torch.device("meta"):
+            return FunnelModel(config)
     for kind in (AutoModel,) if config.model_type in ENCODERS else ORDER:
         if type(config) in kind._model_mapping:
             with torch.device("meta"), ExitStack() as stack:
                 for plain in (nn.Linear, nn.Embedding):  # nothing to initialise; trying to takes a quarter of the time
                     stack.enter_context(patch.object(plain, "reset_parameters", lambda self: None))
                 return kind.from_config(config)
+    with torch.device("meta"):
+        return _own_class(config)(config)
+
+
+def _own_class(config):
+    """The class beside the config's own that no automatic class names."""
+    beside = vars(importlib.import_module(type(config).__module__.replace("configuration_", "modeling_")))
+    for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model"):
+        for name, cls in beside.items():
+            if getattr(cls, "config_class", None) is type(config) and name.endswith(ending) and "PreT" not in name:
+                return cls
     raise LookupError(f"transformers builds no model from {type(config).__name__}")
 
 

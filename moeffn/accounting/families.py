@@ -10,23 +10,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .reader import REQUIRED, Keys
 from .towers import towers
 from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
 Builder = Callable[[Keys], Architecture]
+B = TypeVar("B", bound=Callable[..., Architecture])
 FAMILIES: dict[str, Builder] = {}
 
 LINEAR = ("linear_attention", "lightning_attention")
 FULL = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 
 
-def family(*names: str) -> Callable[[Builder], Builder]:
+def family(*names: str) -> Callable[[B], B]:
     """Register a builder under `model_type` names."""
 
-    def register(build: Builder) -> Builder:
+    def register(build: B) -> B:
         for name in names:
             FAMILIES[name] = build
         return build
@@ -51,11 +52,14 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         families_moe,
         families_multimodal,
         families_other,
+        families_pairs,
         families_rare,
         families_recurrent,
         families_remote,
+        families_senses,
         families_seq2seq,
         families_sparse,
+        families_text,
     )
 
     keys = Keys(config)
@@ -114,7 +118,7 @@ def shared_width(k: Keys, expert: int, sparse: list[bool]) -> int:
 
 # In these families' own code a missing number of key/value heads means as many as query heads.
 KV_FROM_HEADS = {
-    "emu3_text_model", "eurobert", "ultrabert", "skywork", "xverse", "aria_moe_lm",
+    "chameleon", "cohere_compass_text", "emu3_text_model", "eurobert", "ultrabert", "skywork", "xverse", "aria_moe_lm",
     "PanguProMoE", "pangu_pro_moe", "PanguEmbedded",
     "afmoe", "apertus", "arcee", "aria_text", "baichuan", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo",
     "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",

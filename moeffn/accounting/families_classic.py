@@ -35,6 +35,8 @@ class Classic:
 
 CLASSIC = {
     "gpt2": Classic("n_positions"),
+    "gpt-sw3": Classic("n_positions"),
+    "imagegpt": Classic("n_positions", norm_bias=False, tied=False),
     "openai-gpt": Classic("n_positions", final=False),
     "gpt_neo": Classic("max_position_embeddings", bias="o"),
     "gpt_bigcode": Classic("n_positions"),

@@ -37,7 +37,8 @@ BARE = Encoder(pooler=False)
 ENCODERS = {
     **dict.fromkeys(("bert", "roberta", "camembert", "xlm-roberta", "tapas", "visual_bert", "ernie", "big_bird",
                      "data2vec-text", "xmod", "bros", "layoutlm", "markuplm", "ibert", "luke", "roc_bert",
-                     "longformer", "squeezebert", "fnet"), BASE),
+                     "longformer", "squeezebert", "fnet", "align_text_model", "clap_text_model",
+                     "bridgetower_text_model", "chinese_clip_text_model"), BASE),
     **dict.fromkeys(("splinter", "dpr", "convbert"), BARE),
     **dict.fromkeys(("yoso", "nystromformer", "mra"), Encoder(positions=2, pooler=False)),
     **dict.fromkeys(("distilbert", "flaubert", "xlm", "bert-generation"), Encoder(types=False, pooler=False)),
@@ -58,8 +59,9 @@ ENCODERS = {
 
 
 @family(*ENCODERS)
-def encoder(k: Keys) -> Architecture:
-    """Every layer: attention of `num_attention_heads` heads and an FFN, both behind norms with biases."""
+def encoder(k: Keys, decodes: bool = False) -> Architecture:
+    """Every layer: attention of `num_attention_heads` heads and an FFN, both behind norms with biases. A model that
+    decodes has no pooler."""
     name = k.text("model_type")
     e = ENCODERS[name]
     if name == "nomic_bert" and k.has("n_embd"):
@@ -89,7 +91,7 @@ def encoder(k: Keys) -> Architecture:
         outer += matrix("other", d, embedded, True)
     if name in OUTER_EXTRAS:
         outer += OUTER_EXTRAS[name](k, d, heads)
-    if e.pooler:
+    if e.pooler and not decodes:
         outer += matrix("other", d, d, True)
     layers = (layer,) * n
     if name == "albert":

@@ -192,7 +192,7 @@ def jetmoe(k: Keys) -> Architecture:
     return decoder(k, "jetmoe", d, [layer] * n, tied=True)
 
 
-@family("cohere2_moe", "cohere2", "cohere")
+@family("cohere2_moe", "cohere2", "cohere", "cohere_compass_text")
 def cohere(k: Keys) -> Architecture:
     """Attention and FFN side by side behind one norm; Command A+ and its dense predecessors."""
     name = k.text("model_type")

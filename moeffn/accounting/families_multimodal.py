@@ -12,19 +12,19 @@ from .reader import Keys
 from .weights import Architecture, Weight, matrix, norm
 
 WRAPPERS = (
-    "apertus1p5", "aria", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cosmos3_edge", "cosmos3_omni",
-    "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "deepseek_vl_v2", "embedding_gemma2", "emu3", "exaone4_5",
-    "fast_vlm", "florence2", "fun_asr_nano", "fuyu", "glm46v", "glm4v", "glm4v_moe", "glm_image", "glm_ocr", "glmasr",
-    "glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
-    "hyperclovax_vision_v2", "idefics2", "idefics3", "instructblip", "instructblipvideo", "interns1", "interns1_pro",
-    "internvl", "internvl_chat", "janus", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llava", "llava_next",
-    "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_vl_01", "mistral3",
-    "mllama", "modernvbert", "molmo2", "moss_transcribe_diarize", "muse_glimmer", "muse_spark", "musicflamingo",
-    "nemo_speechlm", "nemotron_h_omni", "NemotronH_Nano_VL_V2", "omniasr", "ovis", "ovis2", "ovis2_5", "paddleocr_vl",
-    "paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio",
-    "qwen2_vl", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "ultravbert",
-    "unlimited_ocr", "vibevoice", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral",
-    "voxtral_realtime",
+    "apertus1p5", "aria", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge",
+    "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "deepseek_vl_v2", "embedding_gemma2", "emu3",
+    "exaone4_5", "fast_vlm", "florence2", "fun_asr_nano", "fuyu", "glm46v", "glm4v", "glm4v_moe", "glm_image",
+    "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech",
+    "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "instructblip",
+    "instructblipvideo", "interns1", "interns1_pro", "internvl", "internvl_chat", "janus", "kimi_vl", "lfm2_vl",
+    "lfm3_vl", "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr",
+    "minicpmv4_6", "minicpmv4_7", "minimax_vl_01", "mistral3", "mllama", "modernvbert", "molmo2",
+    "moss_transcribe_diarize", "muse_glimmer", "muse_spark", "musicflamingo", "nemo_speechlm", "nemotron_h_omni",
+    "NemotronH_Nano_VL_V2", "omniasr", "ovis", "ovis2", "ovis2_5", "paddleocr_vl", "paligemma", "perception_lm",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr",
+    "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "ultravbert", "unlimited_ocr", "vibevoice",
+    "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral", "voxtral_realtime",
 )
 
 

@@ -77,12 +77,13 @@ def nllb(k: Keys) -> Architecture:
 
 NORMS_OF_A_STACK = {"mbart": 2, "marian": 0}
 POSITIONS = {"bart": 2, "mbart": 2, "mvp": 2, "plbart": 2}  # rows beyond the positions
-NO_POSITIONS = ("m2m_100", "pegasus_x", "seamless_m4t", "seamless_m4t_v2")
+NO_POSITIONS = ("m2m_100", "pegasus_x", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
 
 
 @family("bart", "mbart", "mvp", "plbart", "pegasus", "pegasus_x", "m2m_100", "marian", "blenderbot",
-        "blenderbot-small", "whisper", "seamless_m4t", "seamless_m4t_v2", "bigbird_pegasus", "led")
-def bart(k: Keys) -> Architecture:
+        "blenderbot-small", "whisper", "seamless_m4t", "seamless_m4t_v2", "bigbird_pegasus", "led",
+        "speech_to_text")
+def bart(k: Keys, stacks: tuple[str, ...] = ("encoder", "decoder")) -> Architecture:
     """BART and its like; m2m_100 (NLLB) and Whisper too. Whisper's encoder has fixed positions, as parameters.
 
     Sinusoidal positions that are parameters of the module (Marian, Pegasus, Whisper's encoder) count. Of
@@ -96,7 +97,7 @@ def bart(k: Keys) -> Architecture:
         k.excluded.extend(("speech_encoder", "t2u", "vocoder"))
     extra: list[Weight] = []
     layers = []
-    for stack in ("encoder", "decoder"):
+    for stack in stacks:
         n, heads = k.integer(f"{stack}_layers"), k.integer(f"{stack}_attention_heads")
         bias = {"whisper": "qvo", "pegasus_x": "", "bigbird_pegasus": ""}.get(name, "qkvo")
         found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=bias)
@@ -118,6 +119,13 @@ def bart(k: Keys) -> Architecture:
     if name == "whisper":
         extra += [Weight("other", (d, k.integer("num_mel_bins"), 3), "filter"), Weight("other", (d,), "bias"),
                   Weight("other", (d, d, 3), "filter"), Weight("other", (d,), "bias")]
+    elif name == "speech_to_text":  # convolutions whose gates halve their channels
+        wide, inward = k.integer("conv_channels"), k.integer("input_feat_per_channel") * k.integer("input_channels")
+        taps = k.indices("conv_kernel_sizes", required=True)
+        for i, length in enumerate(taps):
+            rows = 2 * d if i == len(taps) - 1 else wide
+            extra += [Weight("other", (rows, inward, length), "filter"), Weight("other", (rows,), "bias")]
+            inward = wide // 2
     return decoder(k, name, d, layers, tied=True, final_norm=False, extra=tuple(extra))
 
 

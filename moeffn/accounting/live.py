@@ -18,8 +18,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 # In this order: the first that matches the dotted name decides.
 RULES = (
-    ("vision", r"vision|visual|multi_modal_projector|audio_tower|image_encoder|codec_model|embed_tokens_extend"),
-    ("head", r"(^|\.)(lm_head|lm_loss|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$"),
+    ("vision", r"vision|visual|multi_modal_projector|audio_tower|image_encoder|codec_model|tokens_extend|vqmodel"),
+    ("head", r"(^|\.)(lm_head|lm_loss|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$|predictions\.bias"),
     ("shared_gate", r"shared_expert_gate"),
     ("norm", r"norm|(^|\.)ln_?\w*\."),
     ("attention", r"relative_pos_embeddings"),

@@ -1,0 +1,105 @@
+"""An encoder and a decoder that attends to it, of one family or of two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .families import block, built, decoder, family
+from .families_classic import classic
+from .families_encoders import ENCODERS, encoder
+from .families_seq2seq import bart
+from .families_text import bert_layer
+from .ffns import dense
+from .mixers import gqa
+from .reader import Keys
+from .weights import Architecture, Layer, Weight, matrix, norm
+
+WITH_TRANSFORM = ("bert", "roberta", "camembert", "xlm-roberta")  # a projection and a norm before the head
+DECODERS = (*WITH_TRANSFORM, "bert-generation", "gpt2", "trocr", "bart", "mbart")
+
+
+@family("encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder")
+def pair(k: Keys) -> Architecture:
+    """Two models of other families: `encoder`, and `decoder` with attention to the encoder's states."""
+    first, second = (Keys(k.inside(key).data, f"config.{key}") for key in ("encoder", "decoder"))
+    name = second.text("model_type")
+    if name not in DECODERS:
+        raise ValueError(f"config.decoder.model_type: no weight table for {name!r} as a decoder of a pair "
+                         f"(there is one for {', '.join(DECODERS)})")
+    seen, said = built(first), _decodes(second, name)
+    outer = (*seen.outer, *said.outer)
+    if seen.d_model != said.d_model and not second.has("cross_attention_hidden_size"):
+        outer += tuple(matrix("other", said.d_model, seen.d_model, True))
+    return replace(said, family=k.text("model_type"), layers=seen.layers + said.layers, outer=outer,
+                   assumed=tuple(sorted({**dict(seen.assumed), **dict(said.assumed)}.items())),
+                   excluded=seen.excluded + said.excluded)
+
+
+def _decodes(k: Keys, name: str) -> Architecture:
+    if name == "trocr":
+        return classic(k)
+    if name in ("bart", "mbart"):
+        return bart(k, stacks=("decoder",))
+    model = classic(k) if name == "gpt2" else encoder(k, decodes=True)
+    d = model.d_model
+    heads = k.integer("num_attention_heads", "n_head")
+    again, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+    layers = tuple(Layer("dense", (*layer.weights, *again, *norm(d, True)), (*layer.mixers, mixer))
+                   for layer in model.layers)
+    outer = list(model.outer)
+    if name in ENCODERS:
+        outer.append(Weight("head", (model.vocab,), "bias"))
+    if name in WITH_TRANSFORM:
+        outer += matrix("other", d, d, True) + norm(d, True)
+    return replace(model, layers=layers, outer=tuple(outer))
+
+
+@family("fsmt")
+def fsmt(k: Keys) -> Architecture:
+    """FSMT: a vocabulary for each side, sinusoidal positions that are parameters, norms behind every sublayer."""
+    d = k.integer("d_model")
+    layers, extra = [], [Weight("embedding", (k.integer("src_vocab_size"), d), "table")]
+    for stack in ("encoder", "decoder"):
+        n, heads = k.integer(f"{stack}_layers"), k.integer(f"{stack}_attention_heads")
+        found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+        times = 2 if stack == "decoder" else 1
+        ffn = dense(d, k.integer(f"{stack}_ffn_dim"), gated=False, bias=True)
+        layers += [Layer("dense", (*found * times, *ffn, *norm(d, True, 1 + times)), (mixer,) * times)] * n
+        rows = k.integer("max_position_embeddings") + k.integer("pad_token_id", minimum=0) + 1
+        extra.append(Weight("embedding", (rows, d), "table"))
+    k.data = {**k.data, "vocab_size": k.integer("tgt_vocab_size")}
+    return decoder(k, "fsmt", d, layers, tied=False, final_norm=False, extra=tuple(extra))
+
+
+@family("blip")
+def blip(k: Keys) -> Architecture:
+    """BLIP's captioner: BERT's layers as a decoder that attends to the image encoder, which is excluded."""
+    k.excluded.append("vision_config")
+    k = k.inside("text_config")
+    d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
+    wide, head = k.integer("encoder_hidden_size"), k.divide("head_dim", d, heads)
+    layer = bert_layer(k, d)
+    crossed = matrix("attention", d, d, True) * 2 + matrix("attention", d, wide, True) * 2 + norm(d, True)
+    mixers = (*layer.mixers, gqa(d, heads, heads, head)[1])
+    layers = [Layer("dense", (*layer.weights, *crossed), mixers)] * k.integer("num_hidden_layers")
+    extra = [Weight("embedding", (k.integer("max_position_embeddings"), d), "table"), *norm(d, True, 2)]
+    extra += matrix("other", d, d, True)
+    return decoder(k, "blip", d, layers, tied=True, final_norm=False, head_bias=True, extra=tuple(extra))
+
+
+@family("pix2struct")
+def pix2struct(k: Keys) -> Architecture:
+    """Pix2Struct: a T5 whose encoder reads image patches; the figure holds both."""
+    v, t = k.inside("vision_config"), k.inside("text_config")
+    wide, heads, width = v.integer("hidden_size"), v.integer("num_attention_heads"), v.integer("d_kv")
+    mixed = gqa(wide, heads, heads, width)
+    layers = [block("dense", mixed, dense(wide, v.integer("d_ff")), norm(wide, copies=2))]
+    layers *= v.integer("num_hidden_layers")
+    extra = matrix("other", wide, v.integer("patch_embed_hidden_size"), True) + norm(wide)
+    extra += [Weight("embedding", (v.integer("seq_len"), wide), "table")] * 2
+    d, heads, width = t.integer("hidden_size"), t.integer("num_heads"), t.integer("d_kv")
+    found, mixer = gqa(d, heads, heads, width)
+    below = tuple(found * 2 + dense(d, t.integer("d_ff")) + norm(d, copies=3))
+    layers += [Layer("dense", below, (mixer,) * 2)] * t.integer("num_layers")
+    extra.append(Weight("attention", (t.integer("relative_attention_num_buckets"), heads), "filter"))
+    return decoder(t, "pix2struct", d, layers, tied=False, extra=tuple(extra))

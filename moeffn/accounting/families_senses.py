@@ -1,0 +1,158 @@
+"""Encoders of images and of sound that stand alone, or before a decoder of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from .families import block, built, family
+from .families_encoders import encoder
+from .families_text import base
+from .ffns import dense
+from .mixers import gqa
+from .reader import Keys
+from .weights import FFN_PARTS, Architecture, Weight, matrix, norm
+
+
+def _filter(part: str, *shape: int) -> Weight:
+    return Weight(part, shape, "filter")
+
+
+@dataclass(frozen=True)
+class Patches:
+    """What tells one ViT from another. tokens: learned vectors beside the patches, `extra` of them without a position.
+    bias_key: flag of the projections `bias` (output aside), true when absent. before, after: norms around the
+    layers. positions: whether each patch and token has a learned one. scales: vectors that scale residuals, a layer."""
+
+    tokens: int = 1
+    extra: int = 0
+    positions: bool = True
+    patch_bias: bool = True
+    bias_key: str = "qkv_bias"
+    bias: str = "qkv"
+    pooler: bool = False
+    before: int = 0
+    after: int = 1
+    scales: int = 0
+
+
+VIT = {
+    "vit": Patches(pooler=True),
+    "deit": Patches(tokens=2, pooler=True),
+    "ijepa": Patches(tokens=0),
+    "vit_msn": Patches(),
+    "vit_mae": Patches(),
+    "vivit": Patches(pooler=True),
+    "videomae": Patches(tokens=0, positions=False, bias_key="qv_bias", bias="qv", after=0),
+    "dinov2": Patches(extra=1, scales=2),
+    "dinov2_with_registers": Patches(extra=1, scales=2),
+    "dinov3_vit": Patches(extra=1, positions=False, bias_key="", scales=2),
+    **dict.fromkeys(("clip_vision_model", "clipseg_vision_model", "metaclip_2_vision_model", "altclip_vision_model",
+                     "chinese_clip_vision_model"), Patches(patch_bias=False, bias_key="", before=1)),
+    "siglip_vision_model": Patches(tokens=0, bias_key=""),
+}
+
+
+def _grid(k: Keys, key: str, frames: bool) -> list[int]:
+    """Sizes of an image or of a patch along time, height and width: one number for both sides, or a list."""
+    sides = k.data.get(key)
+    found = list(sides) if isinstance(sides, list) else [k.integer(key)] * 2
+    if len(found) == 2 and frames:
+        found.insert(0, k.integer("num_frames" if key == "image_size" else "tubelet_size"))
+    if not all(isinstance(side, int) and side > 0 for side in found):
+        raise TypeError(f"{k.where}.{key}: expected an integer or a list of them, got {sides!r}")
+    return found
+
+
+@family(*VIT)
+def vit(k: Keys) -> Architecture:
+    """Vision transformers: patches projected by one matrix, attention and FFNs with biases behind norms."""
+    name = k.text("model_type")
+    p = VIT[name]
+    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    frames = name in ("vivit", "videomae")
+    image, patch = _grid(k, "image_size", frames), _grid(k, _patch_key(name), frames)
+    count = prod(side // size for side, size in zip(image, patch, strict=True))
+    outer = matrix("other", d, k.integer("num_channels", absent=3) * prod(patch), p.patch_bias)
+    registers = k.integer("num_register_tokens", minimum=0) if name.startswith("dinov") and name != "dinov2" else 0
+    outer += [_filter("other", d)] * (p.tokens + p.extra + registers)
+    outer += [Weight("embedding", (count + p.tokens, d), "table")] * p.positions
+    outer += norm(d, True, p.before + p.after)
+    if p.pooler:
+        outer += matrix("other", k.integer("pooler_output_size", absent=d), d, True)
+    layer = block("dense", gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=_biases(k, name, p)),
+                  _ffn(k, name, d), norm(d, True, 2) + [_filter("other", d)] * p.scales)
+    if name == "siglip_vision_model" and k.flag("vision_use_head", absent=True):
+        hidden = k.integer("intermediate_size")
+        outer += [_filter("other", d), *gqa(d, heads, heads, d // heads, bias="qkvo")[0], *norm(d, True)]
+        outer += dense(d, hidden, gated=False, bias=True)
+    return base(k, name, d, [layer] * n, outer, 1)
+
+
+def _patch_key(name: str) -> str:
+    return "tubelet_size" if name == "vivit" else "patch_size"
+
+
+def _biases(k: Keys, name: str, p: Patches) -> str:
+    if name == "dinov3_vit":
+        keys = {"q": "query_bias", "k": "key_bias", "v": "value_bias", "o": "proj_bias"}
+        return "".join(letter for letter, key in keys.items() if k.flag(key))
+    return (p.bias if not p.bias_key or k.flag(p.bias_key, absent=True) else "") + "o"
+
+
+def _ffn(k: Keys, name: str, d: int) -> list[Weight]:
+    if name == "dinov3_vit":
+        return dense(d, k.integer("intermediate_size"), gated=k.flag("use_gated_mlp"), bias=k.flag("mlp_bias"))
+    if not name.startswith("dinov2"):
+        return dense(d, k.integer("intermediate_size"), gated=False, bias=True)
+    hidden = int(d * k.number("mlp_ratio"))
+    if k.flag("use_swiglu_ffn", absent=False):
+        hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+        return matrix("dense", 2 * hidden, d, True) + matrix("dense", d, hidden, True)
+    return dense(d, hidden, gated=False, bias=True)
+
+
+@family("wav2vec2", "hubert", "unispeech", "unispeech-sat")
+def wav2vec2(k: Keys) -> Architecture:
+    """wav2vec 2.0 and its like: convolutions over the wave, one over positions with normed weights, BERT's layers."""
+    name = k.text("model_type")
+    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    widths, taps = (k.indices(key, required=True) for key in ("conv_dim", "conv_kernel"))
+    bias, normed = k.flag("conv_bias"), k.text("feat_extract_norm")
+    if k.flag("add_adapter", absent=False) or k.has("adapter_attn_dim"):
+        raise ValueError(f"{k.where}.add_adapter: no weight table for adapters behind or in the layers")
+    outer: list[Weight] = []
+    for i, (rows, columns, length) in enumerate(zip(widths, [1, *widths], taps, strict=False)):
+        outer += [_filter("other", rows, columns, length), *[Weight("other", (rows,), "bias")] * bias]
+        outer += norm(rows, True, int(normed == "layer" or i == 0))
+    projected = name != "hubert" or k.flag("feat_proj_layer_norm", absent=True)
+    outer += norm(widths[-1], True, int(projected)) + matrix("other", d, widths[-1], True)
+    groups, length = k.integer("num_conv_pos_embedding_groups"), k.integer("num_conv_pos_embeddings")
+    outer += [_filter("other", length), _filter("other", d, d // groups, length), Weight("other", (d,), "bias")]
+    if k.number("mask_time_prob") > 0 or k.number("mask_feature_prob") > 0:
+        outer.append(_filter("other", d))
+    mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+    layer = block("dense", mixed, dense(d, k.integer("intermediate_size"), gated=False, bias=True), norm(d, True, 2))
+    return base(k, name, d, [layer] * n, outer + norm(d, True), k.integer("vocab_size"))
+
+
+@family("clip", "siglip", "metaclip_2", "chinese_clip")
+def contrast(k: Keys) -> Architecture:
+    """Encoders of text and of images side by side, with projections into one space (SigLIP: without); all but the
+    text's count as vision."""
+    name = k.text("model_type")
+    caption, image = (Keys(k.inside(f"{key}_config").data, f"config.{key}_config") for key in ("text", "vision"))
+    text = encoder(caption, decodes=True) if name == "chinese_clip" else built(caption)
+    seen = built(image)
+    outer = [*seen.outer, *[_filter("vision", 1)] * (2 if name == "siglip" else 1)]
+    if name != "siglip":
+        width = k.integer("projection_dim")
+        outer += matrix("vision", width, text.d_model) + matrix("vision", width, seen.d_model)
+    layers = tuple(replace(layer, weights=_as_vision(layer.weights)) for layer in seen.layers)
+    return replace(text, family=name, layers=text.layers + layers, outer=(*text.outer, *_as_vision(outer)),
+                   assumed=tuple(sorted({**dict(text.assumed), **dict(seen.assumed)}.items())))
+
+
+def _as_vision(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    return tuple(replace(w, part="vision_ffn" if w.part in FFN_PARTS else "vision") for w in weights)
