@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    FunnelModel,
 )
 
 from moeffn.accounting.families_encoders import ENCODERS
@@ -25,6 +24,8 @@ ORDER = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForCausalLM,
 def build(config):
     """The model with its head, of an encoder without."""
     if config.model_type == "funnel":  # two classes for one config: with the decoder back to all positions
+        from transformers import FunnelModel
+
         with torch.device("meta"):
             return FunnelModel(config)
     for kind in (AutoModel,) if config.model_type in ENCODERS else ORDER:

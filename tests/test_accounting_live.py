@@ -170,12 +170,37 @@ def test_gemma_4_with_its_vision_tower():
     from transformers import Gemma4ForConditionalGeneration
 
     config = dict(find_preset("Gemma-4-26B-A4B(text+vision as built)").config)
+    text, vision = config["text_config"], config["vision_config"]
+    short = {"num_hidden_layers": 12, "layer_types": text["layer_types"][:12]}  # two periods of its layers
+    config |= {"text_config": {**text, **short}, "vision_config": {**vision, "num_hidden_layers": 3}}
+    counted = count(config)
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         model = Gemma4ForConditionalGeneration(AutoConfig.for_model(config.pop("model_type"), **config))
     live = count(model)
-    assert live.total == count("Gemma-4-26B-A4B(text+vision as built)").total
-    assert live.active == count("Gemma-4-26B-A4B(text+vision as built)").active
+    assert (live.total, live.active) == (counted.total, counted.active)
+
+
+def test_inkling_under_the_names_of_its_published_files():
+    """`intermediate_size` is the experts' width there, and lists hold the numbers of layers."""
+    text = {"hidden_size": 64, "num_hidden_layers": 6, "vocab_size": 160, "head_dim": 16,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "d_rel": 4, "rel_extent": 16, "swa_head_dim": 16,
+            "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1, "local_layer_ids": [0, 1, 3, 4],
+            "dense_mlp_idx": 2, "sconv_kernel_size": 3, "sliding_window_size": 8, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "n_shared_experts": 2, "dense_intermediate_size": 128, "intermediate_size": 32}
+    saved = {"model_type": "inkling_mm_model", "text_config": text,
+             "vision_config": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
+             "mtp_config": {"num_nextn_predict_layers": 2, "local_layer_ids": [1]}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        live = count(build(AutoConfig.for_model("inkling_text", **text)))
+    text["model_type"] = "inkling_text"
+    found = count(saved)
+    assert (found.total, found.active, found.excluded) == (live.total, live.active, ("vision_config",))
+    assert count({**text, "num_mtp_layers": 2, "mtp_local_layer_ids": [1]}).mtp_total == found.mtp_total
+    dense = [count({**text, "num_hidden_layers": 1, "local_layer_ids": near}, convention="scope=layers").total
+             for near in ([], [0])]
+    assert found.mtp_total == sum(dense) + 2 * (2 * 64 * 64 + 2 * 64)
 
 
 def test_longcat_real_weights_are_fewer_than_transformers_allocates():

@@ -55,6 +55,22 @@ def test_prediction_layer_of_deepseek_v4():
     assert found.mtp_total == alone + 2 * d * d + 3 * d + head
 
 
+def test_prediction_layer_of_glm_5_next():
+    """Latent attention with an index of its own and experts, without the residual streams of the other layers."""
+    sizes = {"model_type": "glm5_next_text", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+             "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "index_n_heads": 2,
+             "index_head_dim": 12, "index_kpool": 4, "hc_mult": 2, "moe_intermediate_size": 48, "n_routed_experts": 8,
+             "num_experts_per_tok": 2, "n_shared_experts": 1, "intermediate_size": 96, "vocab_size": 100,
+             "layer_types": ["linear_attention", "indexed_attention"], "indexer_types": ["full", "full"],
+             "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "tie_word_embeddings": False}
+    found, d, maps = count(sizes), 64, 2 * 2 + 2 * 2
+    indexed = next(layer for layer in found.layers if layer.kind == "sparse")
+    streams = 2 * (maps * 2 * d + maps + 3)
+    assert found.mtp_total == indexed.total - streams + 2 * d * d + 3 * d
+    assert found.excluded == ()
+
+
 def test_window_layers_of_step_run_on_over_its_predictions():
     sizes = {"model_type": "step3p5", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
              "head_dim": 16, "num_attention_groups": 2, "num_nextn_predict_layers": 1, "intermediate_size": 96,

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from math import isqrt
 
-from .families import attention_bias, block, decoder, family, first_dense, shared_width, tower, width_and_depth
+from .families import (
+    attention_bias,
+    block,
+    decoder,
+    family,
+    first_dense,
+    predictions,
+    predictor,
+    shared_width,
+    tower,
+    width_and_depth,
+)
 from .families_sparse import indexed
 from .ffns import dense, moe
 from .mixers import Mixed, gated_delta, gqa, hyper, indexer, kimi_delta, mla
@@ -87,9 +98,9 @@ def glm5_next(k: Keys) -> Architecture:
     around += hyper(streams * streams + 2 * streams, streams * d, 3, "dense") + norm(d, copies=2)
     layers = [block("sparse" if on else "dense", delta if rec else (found + look * own, mixer), ffn if on else plain,
                     around) for rec, own, on in zip(linear, indexed(k, n), sparse, strict=True)]
-    if k.data.get("num_nextn_predict_layers"):
-        k.excluded.append("num_nextn_predict_layers")
-    return decoder(k, "glm5_next", d, layers, tied=False)
+    # A prediction layer has an index of its own and experts, and one residual stream.
+    predicted = predictor(d, block("mtp", (found + look, mixer), ffn or plain, norm(d, copies=2)))
+    return decoder(k, "glm5_next", d, layers, tied=False, mtp=(predicted,) * predictions(k))
 
 
 @family("dots3_note", "dots3_note_text")
@@ -187,8 +198,9 @@ def _ngrams(k: Keys, d: int, wide: int, order: int) -> list[Weight]:
 
 @family("inkling_text", "inkling_mm_model")
 def inkling(k: Keys) -> Architecture:
-    """Inkling: relative positions, short convolutions around every sublayer, shared experts that the router scales."""
-    k = tower(k)
+    """Inkling: relative positions, short convolutions around every sublayer, shared experts that the router scales.
+    Prediction layers are dense, behind a 2d -> d projection with two norms."""
+    k = _named_as_saved(tower(k), k)
     d, n = width_and_depth(k)
     words = k.words("layer_types", layers=n, among=("hybrid", "hybrid_sliding"))
     conv, relative = k.integer("conv_kernel_size"), k.integer("d_rel")
@@ -198,9 +210,13 @@ def inkling(k: Keys) -> Architecture:
     ffn = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), selection="buffer",
               shared=expert * shared)
     ffn += [Weight("router", (shared, d), "matrix"), Weight("router", (1,), "filter")]
-    plain = [*dense(d, k.integer("intermediate_size")), Weight("dense", (1,), "filter")] if not all(sparse) else []
+    extra = predictions(k, "num_mtp_layers")
+    near = set(k.indices("mtp_local_layer_ids")) if extra else set()
+    plain = ([*dense(d, k.integer("intermediate_size")), Weight("dense", (1,), "filter")]
+             if extra or not all(sparse) else [])
     layers = []
-    for word, on in zip(words, sparse, strict=True):
+    further = ["hybrid_sliding" if i in near else "hybrid" for i in range(extra)]
+    for word, on in zip([*words, *further], [*sparse, *[False] * extra], strict=True):
         own, window = ("swa_", k.integer("sliding_window_size")) if word == "hybrid_sliding" else ("", None)
         heads, kv = k.integer(f"{own}num_attention_heads"), k.integer(f"{own}num_key_value_heads")
         width = k.integer(f"{own}head_dim")
@@ -209,9 +225,33 @@ def inkling(k: Keys) -> Architecture:
         found.append(Weight("attention", (relative, window or k.integer("rel_extent")), "filter"))
         around = norm(d, copies=2) + [Weight("other", (d, 1, conv), "filter")] * 2
         layers.append(block("sparse" if on else "dense", (found, mixer), ffn if on else plain, around))
-    if k.data.get("num_mtp_layers"):
-        k.excluded.append("num_mtp_layers")
-    return decoder(k, "inkling", d, layers, tied=False, extra=tuple(norm(d)))
+    entry = tuple(matrix("other", d, 2 * d) + norm(d, copies=2))
+    mtp = tuple(Layer("mtp", layer.weights + entry, layer.mixers) for layer in layers[n:])
+    return decoder(k, "inkling", d, layers[:n], tied=False, extra=tuple(norm(d)), mtp=mtp)
+
+
+def _named_as_saved(k: Keys, wrapper: Keys) -> Keys:
+    """The keys of Inkling's published files under the names that transformers gives them: there `intermediate_size`
+    is the experts' width when a dense one stands beside it, and lists hold the numbers of layers."""
+    given = {key: v for key, v in k.data.items() if v is not None}
+    n, found = k.integer("num_hidden_layers"), {}
+    if k.has("dense_intermediate_size"):
+        found = {"moe_intermediate_size": given.get("intermediate_size"),
+                 "intermediate_size": given["dense_intermediate_size"]}
+    if k.has("local_layer_ids") and not k.has("layer_types"):
+        near = set(k.indices("local_layer_ids"))
+        found["layer_types"] = ["hybrid_sliding" if i in near else "hybrid" for i in range(n)]
+    if k.has("dense_mlp_idx") and not k.has("mlp_layer_types"):
+        first = k.integer("dense_mlp_idx", minimum=0)
+        found["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in range(n)]
+    if k.has("sconv_kernel_size") and not k.has("conv_kernel_size"):
+        found["conv_kernel_size"] = given["sconv_kernel_size"]
+    if wrapper.has("mtp_config"):
+        ahead = wrapper.inside("mtp_config")
+        found["num_mtp_layers"] = predictions(ahead)
+        found["mtp_local_layer_ids"] = ahead.indices("local_layer_ids")
+    k.data = {**given, **found}
+    return k
 
 
 @family("inkling2_text", "inkling2", "inkling2_loop_text", "inkling2_loop")
