@@ -69,6 +69,26 @@ def test_prediction_layer_of_glm_5_next():
     streams = 2 * (maps * 2 * d + maps + 3)
     assert found.mtp_total == indexed.total - streams + 2 * d * d + 3 * d
     assert found.excluded == ()
+    inner = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}
+    published = {key: v for key, v in sizes.items() if not key.startswith("linear_")}
+    published |= {"linear_attn_config": inner, "layer_types": ["linear_attention", "deepseek_sparse_attention"]}
+    assert count(published).total == found.total
+
+
+@pytest.mark.parametrize(("keys", "own"), [
+    ({}, 78), ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 3 + 18), ({"index_topk_freq": 4}, 2 + 19),
+    ({"index_topk_pattern": "FSS" * 26}, 26), ({"index_topk_freq": 4, "indexer_types": ["full"] * 78}, 78),
+])
+def test_layers_that_share_an_index(keys, own):
+    """GLM-5: as its code reads the keys; the layers without an index of their own have no weights for one."""
+    shared, full = count(config("GLM-5", **keys)), count("GLM-5")
+    given = find_preset("GLM-5").config
+    heads, width = given["index_n_heads"], given["index_head_dim"]
+    each = heads * width * given["q_lora_rank"] + given["hidden_size"] * (width + heads) + 2 * width
+    assert full.total - shared.total == (78 - own) * each
+    assert full.mtp_total == shared.mtp_total > 0  # a prediction layer has its own
+    with pytest.raises(ValueError, match=r"index_topk_pattern: expected 78 letters of F and S, got 'FSX'"):
+        count(config("GLM-5", index_topk_pattern="FSX"))
 
 
 def test_window_layers_of_step_run_on_over_its_predictions():

@@ -96,7 +96,7 @@ def encoder(k: Keys, decodes: bool = False) -> Architecture:
     layers = (layer,) * n
     if name == "albert":
         layers = _shared(k, layer, n)
-    return Architecture(name, d, k.integer("vocab_size"), layers, tuple(outer), True,
+    return Architecture(name, d, k.integer("vocab_size", "n_words"), layers, tuple(outer), True,
                         assumed=tuple(sorted(k.assumed.items())), excluded=tuple(k.excluded))
 
 
@@ -121,7 +121,7 @@ def nomic(k: Keys) -> Architecture:
 
 def _tables(k: Keys, e: Encoder) -> list[int]:
     """Rows of the tables of tokens, positions and token types."""
-    rows = [k.integer("vocab_size")]
+    rows = [k.integer("vocab_size", "n_words")]
     if e.positions is not None and k.flag("position_biased_input", absent=True):
         rows.append(k.integer("max_position_embeddings") + e.positions)
     if k.has("type_vocab_sizes"):

@@ -22,7 +22,7 @@ from .mixers import Mixed, gated_delta, gqa, hyper, indexer, kimi_delta, mla
 from .reader import Keys
 from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
-LINEAR_OR_INDEXED = ("linear_attention", "indexed_attention", "full_attention")
+LINEAR_OR_INDEXED = ("linear_attention", "indexed_attention", "full_attention", "deepseek_sparse_attention")
 
 
 def _experts(k: Keys, d: int, sparse: list[bool], selection: str = "buffer") -> tuple[list[Weight], list[Weight]]:
@@ -85,8 +85,10 @@ def glm5_next(k: Keys) -> Architecture:
     k = tower(k)
     d, n = width_and_depth(k)
     rank, streams = k.integer("q_lora_rank"), k.integer("hc_mult")
-    delta = kimi_delta(d, k.integer("linear_num_heads"), k.integer("linear_head_dim"),
-                       k.integer("linear_conv_kernel_dim"), low_rank=True)
+    within = k.inside("linear_attn_config") if k.has("linear_attn_config") else k  # as published, as saved
+    delta = kimi_delta(d, within.integer("linear_num_heads", "num_heads"),
+                       within.integer("linear_head_dim", "head_dim"),
+                       within.integer("linear_conv_kernel_dim", "short_conv_kernel_size"), low_rank=True)
     found, mixer = _latent(k, d, rank)
     heads, width = k.integer("index_n_heads"), k.integer("index_head_dim")
     look = indexer(d, rank, heads, width) + matrix("attention", width, d)
@@ -261,14 +263,14 @@ def inkling2(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = width_and_depth(k)
     words = k.words("layer_types", layers=n, among=("hybrid", "hybrid_sliding"))
-    conv, relative = k.integer("conv_kernel_size"), k.integer("d_rel")
+    conv, relative = k.integer("conv_kernel_size", "sconv_kernel_size"), k.integer("d_rel")
     start, end, passes, message = n, n, 1, []
     if "loop" in name:
         start, end = k.integer("loop_layer_index_start", minimum=0), k.integer("loop_layer_index_end")
         passes, low = k.integer("loop_num_passes"), k.integer("loop_gate_rank")
         message = (matrix("other", low, 2 * d) + matrix("other", d, low) * 2) * 4
-    ffn = moe(d, k.integer("moe_intermediate_size"), k.integer("n_routed_experts"), k.integer("num_experts_per_tok"),
-              selection="buffer")
+    ffn = moe(d, k.integer("moe_intermediate_size", "intermediate_size"), k.integer("n_routed_experts"),
+              k.integer("num_experts_per_tok"), selection="buffer")
     layers: list[Layer] = []
     for i, word in enumerate(words):
         full = word == "hybrid"

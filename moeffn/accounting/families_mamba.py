@@ -37,7 +37,7 @@ def jamba(k: Keys) -> Architecture:
 def granite_hybrid(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    words = k.words("layer_types", layers=n, among=(*MAMBA, "attention", "full_attention"))
+    words = k.words("layer_types", "layers_block_type", layers=n, among=(*MAMBA, "attention", "full_attention"))
     bias = attention_bias(k)
     attention = gqa(d, heads, kv, width, bias=bias)
     state_space = _mamba2(k, d) if any(word in MAMBA for word in words) else attention

@@ -42,9 +42,17 @@ PANGU = {"attention_q_lora_dim": "q_lora_rank", "attention_kv_lora_dim": "kv_lor
 
 
 def indexed(k: Keys, layers: int) -> list[bool]:
-    """Which layers have an index of their own; the others look at the tokens that an earlier one picked."""
+    """Which layers have an index of their own; the others look at the tokens that an earlier one picked. By
+    `indexer_types`, by a pattern of F and S, or every `index_topk_freq`-th from an offset on."""
+    if k.has("index_topk_pattern") and not k.has("indexer_types"):
+        letters = k.data["index_topk_pattern"]
+        if not isinstance(letters, str) or len(letters) != layers or set(letters) - {"F", "S"}:
+            raise ValueError(f"{k.where}.index_topk_pattern: expected {layers} letters of F and S, got {letters!r}")
+        return [letter == "F" for letter in letters]
     if not k.has("indexer_types"):
-        return [True] * layers
+        every = k.integer("index_topk_freq", absent=1)
+        offset = k.integer("index_skip_topk_offset", absent=2, minimum=0) if every > 1 else 0
+        return [max(i - offset + 1, 0) % every == 0 for i in range(layers)]
     return [word == "full" for word in k.words("indexer_types", layers=layers, among=("full", "shared"))]
 
 
@@ -86,8 +94,9 @@ def latent(k: Keys) -> Architecture:
     layers = [block("sparse" if on else "dense", (found + look * own, mixer), ffn if on else plain,
                     norm(d, copies=norms + (after and on))) for own, on in zip(indexed(k, n), sparse, strict=True)]
     mtp: tuple[Layer, ...] = ()
-    if has_mtp and sparse[-1]:
-        mtp = (predictor(d, layers[-1]),) * predictions(k)
+    if has_mtp and sparse[-1]:  # with an index of its own, whatever the last layer has
+        last = block(layers[-1].kind, (found + look, mixer), ffn, norm(d, copies=norms + after))
+        mtp = (predictor(d, last),) * predictions(k)
     return decoder(k, name, d, layers, tied=False, mtp=mtp, mtp_copies=2)
 
 
