@@ -63,3 +63,18 @@ def test_sparse_layers_as_a_list_of_true_and_false():
 ])
 def test_capitals_and_punctuation_of_a_model_type_do_not_matter(name, written):
     assert count({**find_preset(name).config, "model_type": written}).total == count(name).total
+
+
+def test_kimi_k3_is_not_counted_as_kimi_linear():
+    """Its text_config says `kimi_linear`, with latent experts and residuals of blocks that Kimi Linear has not."""
+    linear = find_preset("Kimi-Linear-48B-A3B").config
+    with pytest.raises(ValueError, match=r"config\.text_config\.routed_expert_hidden_size: Kimi K3's layers"):
+        count({"model_type": "kimi_vl", "text_config": {**linear, "routed_expert_hidden_size": 64}})
+
+
+def test_sinks_of_mimo_by_its_flags():
+    mimo = next(m["config"] for m in PUBLISHED if m["name"] == "MiMo-V2.5-Pro")
+    full = mimo["hybrid_layer_pattern"].count(0)
+    base = count(mimo).total
+    assert count({**mimo, "add_full_attention_sink_bias": True}).total == base + full * 128
+    assert count({**mimo, "add_swa_attention_sink_bias": False}).total == base - (70 - full) * 128

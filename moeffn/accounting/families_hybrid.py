@@ -83,6 +83,9 @@ def delta_latent(k: Keys) -> Architecture:
     in its place and no gates on the latent one."""
     name = k.text("model_type")
     kimi = name == "kimi_linear"
+    for key in ("routed_expert_hidden_size", "attn_res_block_size"):
+        if kimi and k.has(key):
+            raise ValueError(f"{k.where}.{key}: Kimi K3's layers, under Kimi Linear's name, have no weight table")
     delta = kimi or k.has("short_conv_kernel_size", "no_kda_lora", "kda_safe_gate") or not k.has("group_norm_size")
     d, n = width_and_depth(k)
     heads = k.integer("num_attention_heads")

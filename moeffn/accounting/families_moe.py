@@ -261,6 +261,14 @@ def grouped_lightning(k: Keys, d: int, heads: int, width: int) -> Mixed:
     return found + norm(heads * width), Mixer(state=heads * width * width)
 
 
+@family("mimo_v2")
+def mimo_v2(k: Keys) -> Architecture:
+    """MiMo-V2.5 and V2.5-Pro: the layers of V2-Flash, the former beside towers."""
+    k.excluded.extend(key for key in ("vision_config", "audio_config") if k.has(key))
+    k.data = {**k.data, "model_type": "mimo_v2_flash"}
+    return grouped(k)
+
+
 def _slides(k: Keys, layers: int) -> list[bool]:
     """MiMo-V2-Flash: which layers attend to a window."""
     if k.has("hybrid_layer_pattern"):
@@ -278,5 +286,6 @@ def _mimo(k: Keys, d: int, slides: bool, bias: str, window: int | None) -> Mixed
         k.assumed["swa_num_key_value_heads"] = kv
     else:
         kv = k.integer(f"{prefix}num_key_value_heads")
+    sinks = k.flag(f"add_{'swa' if slides else 'full'}_attention_sink_bias", absent=slides)
     return gqa(d, heads, kv, k.integer(f"{prefix}head_dim", "head_dim"), k.integer(f"{prefix}v_head_dim", "v_head_dim"),
-               bias=bias, sinks=slides, window=window)
+               bias=bias, sinks=sinks, window=window)
