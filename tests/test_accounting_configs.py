@@ -78,3 +78,15 @@ def test_sinks_of_mimo_by_its_flags():
     base = count(mimo).total
     assert count({**mimo, "add_full_attention_sink_bias": True}).total == base + full * 128
     assert count({**mimo, "add_swa_attention_sink_bias": False}).total == base - (70 - full) * 128
+
+
+def test_experts_that_layers_share_count_once():
+    """Megrez 2: ten pools for thirty sparse layers; a token still meets six experts in each layer."""
+    given = next(m["config"] for m in PUBLISHED if m["name"].startswith("Megrez"))
+    expert = 3 * 2048 * 1408
+    found, alone = count(given), count({**given, "experts_shared_frequency": 1})
+    assert (found.part("routed").total, alone.part("routed").total) == (10 * 64 * expert, 30 * 64 * expert)
+    assert found.active == alone.active
+    assert found.part("routed").active == 30 * 6 * expert
+    with pytest.raises(ValueError, match="experts_shared_frequency: no weight table"):
+        count({**given, "experts_shared_frequency": 11})

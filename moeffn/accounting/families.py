@@ -122,7 +122,8 @@ KV_FROM_HEADS = {
     "PanguProMoE", "pangu_pro_moe", "PanguEmbedded",
     "afmoe", "apertus", "arcee", "aria_text", "baichuan", "cohere", "cohere2", "cohere2_moe", "deepseek", "flex_olmo",
     "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "hunyuan", "hunyuan_moe",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm", "llama", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "internlm", "llama", "megrez_moe", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "phi3",
 }
 # In these a head's width is a size of its own, never d / heads.
 OWN_HEAD_DIM = {

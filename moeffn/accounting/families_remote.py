@@ -205,6 +205,31 @@ def llada_moe(k: Keys) -> Architecture:
     return decoder(k, "llada_moe", d, layers, tied=False)
 
 
+@family("megrez_moe")
+def megrez(k: Keys) -> Architecture:
+    """Megrez 2: a few layers in a row share their routed experts, each with a router and shared experts of its own. A
+    token meets `num_experts_per_tok` of them in each of these layers; they stand in the first, as so many in all."""
+    d, n = width_and_depth(k)
+    mixed = gqa(d, *heads_of(k, d), bias="qkvo" * k.flag("attention_bias", absent=False))
+    sparse, group = first_dense(k, n), k.integer("experts_shared_frequency")
+    expert, count, top_k = (k.integer(key) for key in ("moe_intermediate_size", "n_routed_experts",
+                                                       "num_experts_per_tok"))
+    first = sparse.index(True) if any(sparse) else n
+    if not all(sparse[first:]) or top_k * group > count:
+        raise ValueError(f"{k.where}.experts_shared_frequency: no weight table for dense layers between those that "
+                         f"share experts, or for {group} x {top_k} experts a token of {count}")
+    own = moe(d, expert, count, top_k, shared=expert * k.integer("n_shared_experts", minimum=0), selection="buffer")
+    plain_ffn = dense(d, k.integer("intermediate_size"))
+    layers = []
+    for i, on in enumerate(sparse):
+        ffn = [w for w in own if w.part != "routed"] if on else plain_ffn
+        if on and (i - first) % group == 0:
+            uses = top_k * min(group, n - i)
+            ffn = ffn + dense(d, expert, part="routed", copies=count, used=uses)
+        layers.append(block("sparse" if on else "dense", mixed, ffn, norm(d, copies=2)))
+    return decoder(k, "megrez_moe", d, layers, tied=False)
+
+
 @family("phi3small")
 def phi3_small(k: Keys) -> Architecture:
     """Phi-3-small: biases everywhere; block-sparse attention has the weights of the dense one."""
