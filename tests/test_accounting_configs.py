@@ -90,3 +90,10 @@ def test_experts_that_layers_share_count_once():
     assert found.part("routed").active == 30 * 6 * expert
     with pytest.raises(ValueError, match="experts_shared_frequency: no weight table"):
         count({**given, "experts_shared_frequency": 11})
+
+
+def test_width_of_a_head_of_hunyuan_under_its_own_name():
+    known = find_preset("Hunyuan-A13B").config
+    published = {**{key: v for key, v in known.items() if key != "head_dim"}, "attention_head_dim": 128}
+    assert count(published).total == count("Hunyuan-A13B").total
+    assert count({**published, "attention_head_dim": 64}).total < count("Hunyuan-A13B").total

@@ -153,6 +153,8 @@ def ernie(k: Keys) -> Architecture:
 def hunyuan(k: Keys) -> Architecture:
     """Hunyuan-A13B and Hunyuan-Large: sizes may be lists, one entry a layer."""
     name = k.text("model_type")
+    if k.has("attention_head_dim") and not k.has("head_dim"):
+        k.data = {**k.data, "head_dim": k.integer("attention_head_dim")}
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
     bias = attention_bias(k)
