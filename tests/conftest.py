@@ -1,11 +1,13 @@
-"""Shared by all tests: two threads, deterministic seeds, no global state left behind."""
+"""Shared by all tests: two threads, deterministic seeds, no global state left behind, long jobs beside them."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import background
 import pytest
 import torch
 
@@ -14,6 +16,30 @@ import torch
 gc.set_threshold(50_000)
 
 DATA = Path(__file__).parent / "data"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "job(*calls, seconds): needs what `background` makes of these calls, each about "
+                                       "so many seconds of one core's time")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for jobs are the last, those of the longest jobs before the others."""
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        mark = item.get_closest_marker("job")
+        return mark is not None, -mark.kwargs["seconds"] if mark else 0
+
+    items.sort(key=order)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly:
+        background.begin(call for item in session.items for mark in item.iter_markers("job") for call in mark.args)
+
+
+def pytest_unconfigure() -> None:
+    background.end()
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +61,11 @@ def data_dir() -> Path:
 
 
 @pytest.fixture
-def one_thread():
-    """Ranks that are threads of one process would otherwise each start a pool."""
+def one_thread() -> Iterator[None]:
+    """For ranks that are threads of one process: none starts a pool, and all run on one core. They hold Python's lock
+    in turn; waking a thread on another core at each turn more than doubles the time."""
     torch.set_num_threads(1)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)

@@ -3,12 +3,13 @@
 The interpreter is chosen when triton is imported, so its files run in processes of their own with TRITON_INTERPRET=1.
 """
 
-import os
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import background
 import pytest
 import torch
 from interpreted import INTERPRETING
@@ -22,28 +23,27 @@ from moeffn.types import ExpertWeights
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="this file starts the interpreter's processes")
 HERE = Path(__file__).parent
-FILES = sorted(HERE.glob("test_kernels_*.py"))
+SECONDS = {"layer": 90, "split": 70, "operands": 40, "router": 30, "tuning": 15, "metadata": 15}  # of one core
 
 
-@pytest.fixture(scope="module")
-def interpreter_runs():
-    """All files at once, each in its process; their kernels use one core each."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5"]
-    runs = {f.name: subprocess.Popen([*command, str(f)], cwd=HERE.parent, env=environment, text=True,
-                                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for f in FILES}
-    yield runs
-    for run in runs.values():
-        run.kill()
+def interpret(file: Path) -> subprocess.CompletedProcess[str]:
+    """Its kernels use one core."""
+    return background.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", str(file),
+                          cwd=HERE.parent, env={"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("name", [f.name for f in FILES])
-def test_under_the_interpreter(name, interpreter_runs):
-    run = interpreter_runs[name]
-    output = run.communicate(timeout=900)[0]
-    print(output)
-    assert run.returncode == 0, output[-6000:]
-    assert re.search(r"(\d+) passed", output) and "skipped" not in output
+def runs() -> list:
+    calls = {f: functools.partial(interpret, f) for f in sorted(HERE.glob("test_kernels_*.py"))}
+    return [pytest.param(call, id=f.name, marks=pytest.mark.job(call, seconds=SECONDS.get(f.stem.split("_")[-1], 10)))
+            for f, call in calls.items()]
+
+
+@pytest.mark.parametrize("run", runs())
+def test_under_the_interpreter(run):
+    done = background.result(run)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert re.search(r"(\d+) passed", done.stdout) and "skipped" not in done.stdout
 
 
 def test_importing_moeffn_imports_no_triton():

@@ -1,18 +1,21 @@
 """What the compilers say of every shipped tile, with no device: the table tests/data/triton_static.csv, kept true.
 
-`triton_table` compiles the kernels (its worker processes import it by that name) and writes the table anew.
+`triton_table` compiles the kernels, a process for each family, and writes the table anew.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
+import json
 
+import background
 import pytest
 import torch
 import triton
 import triton.language as tl
 from pointer_products import narrow_products
-from triton_table import KEY, ROUTERS, TABLE, compile_all, routing, shipped, step
+from triton_table import KEY, ROUTERS, TABLE, command, routing, shipped, step
 
 from moeffn.kernels.aot import TARGETS, compile_launch, source
 from moeffn.kernels.launch import Launch, interpreting
@@ -20,11 +23,22 @@ from moeffn.kernels.launch import Launch, interpreting
 pytestmark = pytest.mark.skipif(interpreting(), reason="interpreted kernels cannot be compiled")
 
 
+def compile_family(family: str) -> list[dict[str, str]]:
+    done = background.run(*command(family))
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads(done.stdout)
+
+
+JOBS = [functools.partial(compile_family, family) for family in TARGETS]
+needs_rows = pytest.mark.job(*JOBS, seconds=120)
+
+
 @pytest.fixture(scope="module")
 def rows():
-    return compile_all()
+    return [row for job in JOBS for row in background.result(job)]
 
 
+@needs_rows
 def test_the_committed_table_is_what_the_compiler_says(rows):
     with TABLE.open() as file:
         table = list(csv.DictReader(file))
@@ -35,10 +49,12 @@ def test_the_committed_table_is_what_the_compiler_says(rows):
         assert old == {"triton": triton.__version__, **{k: v for k, v in new.items() if k != "narrow"}}
 
 
+@needs_rows
 def test_nothing_spills(rows):
     assert [r for r in rows if r["spills"] != "0"] == []
 
 
+@needs_rows
 @pytest.mark.parametrize("family, unit", [("sm80", "mma"), ("sm90", "wgmma"), ("sm100", "tcgen05"), ("gfx9", "mfma")])
 def test_products_use_the_matrix_unit(rows, family, unit):
     """Those of float32 where the unit multiplies them exactly. Few rows per expert too: 64 columns of the matrices take
@@ -50,6 +66,7 @@ def test_products_use_the_matrix_unit(rows, family, unit):
         assert row["matrix_unit"] == ("" if exact else unit), row
 
 
+@needs_rows
 @pytest.mark.parametrize("family", ["sm90", "sm100"])
 def test_an_sm_holds_the_intended_programs(rows, family):
     """One of the largest tiles, two of every other: by 65536 registers and 228 KiB of shared memory, of which each
@@ -64,6 +81,7 @@ def test_an_sm_holds_the_intended_programs(rows, family):
     assert len(seen) == 8
 
 
+@needs_rows
 @pytest.mark.parametrize("kernel, tile, programs", [("slot_up", "8x256", 8 * 768 // 8), ("token_down", "8x128x8", 256)])
 def test_decoding_one_token_has_every_program_resident(rows, kernel, tile, programs):
     """On an H200's 132 SMs, with the copies of each pipeline in shared memory: at least 36 KB an SM on their way."""
@@ -73,6 +91,7 @@ def test_decoding_one_token_has_every_program_resident(rows, kernel, tile, progr
     assert resident * 132 >= programs and programs * shared >= 132 * 36 * 1024
 
 
+@needs_rows
 def test_every_pointer_product_is_64_bit(rows):
     assert [(r["kernel"], r["narrow"]) for r in rows if r["narrow"]] == []
 

@@ -5,19 +5,20 @@ expert, and for the routers named below, with no device; on sm_90 and sm_100 als
 descriptor (reads "pointers"), and the persistent kernels; at the small widths of SPLIT what splits its inner sums;
 grouping for 4096 experts.
 To write the table anew: PYTHONPATH=. python tests/triton_table.py
-To compile it all with another triton and write nothing: PYTHONPATH=. python tests/triton_table.py --compile-only
+To compile one tile of each kernel and variant for a family with another triton: … tests/triton_table.py --check sm90
 """
 
 from __future__ import annotations
 
 import csv
 import functools
-import multiprocessing
+import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -132,25 +133,28 @@ def _key(launch: Launch, router: str = "", dtype: str = "") -> tuple[str, ...]:
             "yes" if a.get("PERSISTENT") else "", str(a.get("SPLIT", 1)) if a.get("SPLIT", 1) > 1 else "")
 
 
-def compile_row(key: tuple[str, ...]) -> dict[str, str]:
-    """One row of the table, computed in a worker process; `narrow` holds offending 32-bit products."""
-    compiled = compile_launch(shipped(key[0])[key], key[0])
-    row = dict(zip(KEY, key, strict=True)) | {n: str(v) for n, v in asdict(report(compiled, key[0])).items()}
-    return row | {"narrow": "; ".join(narrow_products(compiled.asm["ttir"]))}
-
-
-def compile_all() -> list[dict[str, str]]:
-    keys = [key for family in TARGETS for key in shipped(family)]
+def compiled(keys: Iterable[tuple[str, ...]]) -> list[dict[str, str]]:
+    """Rows of the table, compiled here and anew; `narrow` holds offending 32-bit products."""
+    rows = []
     with tempfile.TemporaryDirectory() as cache:
-        before = os.environ.get("TRITON_CACHE_DIR")
         os.environ["TRITON_CACHE_DIR"] = cache
-        try:
-            with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-                return list(pool.map(compile_row, keys))
-        finally:
-            del os.environ["TRITON_CACHE_DIR"]
-            if before is not None:
-                os.environ["TRITON_CACHE_DIR"] = before
+        for key in keys:
+            made = compile_launch(shipped(key[0])[key], key[0])
+            row = dict(zip(KEY, key, strict=True)) | {n: str(v) for n, v in asdict(report(made, key[0])).items()}
+            rows.append(row | {"narrow": "; ".join(narrow_products(made.asm["ttir"]))})
+    return rows
+
+
+def sample(family: str) -> list[tuple[str, ...]]:
+    """One tile of each kernel and variant, and of each way to read, to go from tile to tile and to split."""
+    place = {name: i for i, name in enumerate(KEY)}
+    names = ("kernel", "variant", "reads", "persistent", "split")
+    return list({tuple(key[place[n]] for n in names): key for key in shipped(family)}.values())
+
+
+def command(family: str) -> list[str]:
+    """Prints the rows of a family as JSON."""
+    return [sys.executable, __file__, "--rows", family]
 
 
 def write(made: list[dict[str, str]]) -> None:
@@ -161,12 +165,23 @@ def write(made: list[dict[str, str]]) -> None:
         writer.writerows({"triton": triton.__version__, **row} for row in made)
 
 
-if __name__ == "__main__":
-    rows = compile_all()
-    if "--compile-only" not in sys.argv:
+def main(option: str = "", family: str = "") -> int:
+    if option == "--rows":
+        print(json.dumps(compiled(shipped(family))))
+        return 0
+    if option == "--check":
+        rows = compiled(sample(family))
+        print(f"triton {triton.__version__}: {len(rows)} kernels compiled for {family}")
+    else:
+        with ThreadPoolExecutor(2) as pool:
+            printed = pool.map(lambda f: subprocess.run(command(f), check=True, stdout=subprocess.PIPE).stdout, TARGETS)
+            rows = [row for text in printed for row in json.loads(text)]
         write(rows)
-    print(f"triton {triton.__version__}: {len(rows)} kernels compiled")
     for r in rows:
         if r["spills"] != "0" or r["narrow"]:
             print("spills or 32-bit products:", " ".join(r[k] for k in (*KEY, "registers", "spills", "narrow")))
-    sys.exit(1 if any(r["narrow"] for r in rows) else 0)
+    return 1 if any(r["narrow"] for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
