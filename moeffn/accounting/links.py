@@ -40,9 +40,17 @@ def measured() -> dict[str, Any]:
 def _least(f: Callable[[float], float], low: float, high: float) -> float:
     """Where a convex function is least, by golden section."""
     ratio = (5**0.5 - 1) / 2
-    for _ in range(70):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if f(left) <= f(right) else (left, high)
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = f(left), f(right)
+    for _ in range(50):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = f(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = f(right)
     return (low + high) / 2
 
 
