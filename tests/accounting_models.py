@@ -1,5 +1,6 @@
 """Models that transformers builds, on the meta device, beside their configs as saving would write them."""
 
+import gc
 import importlib
 import warnings
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from transformers import (
 )
 
 from moeffn.accounting.families_encoders import ENCODERS
+
+gc.freeze()  # what was imported stays; looking through it for cycles took 1.7 of 8.4 s of the tests of live models
 
 ORDER = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
