@@ -9,6 +9,11 @@ from pathlib import Path
 
 import background
 import pytest
+
+# A thread that waits sleeps: spinning, it takes the core that the thread it waits for shares with a job (five times the
+# time of test_native_backward.py, measured beside one busy process). Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 # Modules of torch and transformers are so many objects that looking for cycles among them after every 700 new ones
