@@ -12,11 +12,11 @@ static void pack_x(const Part& p, const Block& block, const TileBuffers& buf) {
   }
 }
 
-static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n, const TileBuffers& buf) {
+static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n, float* to) {
   const Experts& w = *p.w;
   if (!w.b_in.data && !p.h) return;  // nobody reads them
-  fetch_bias(w.b_in, block.expert, f * w.gate_step(), w.gate_step(), n, buf.bias);
-  if (w.act.gated) fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, buf.bias + 32);
+  fetch_bias(w.b_in, block.expert, f * w.gate_step(), w.gate_step(), n, to);
+  if (w.act.gated) fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, to + 32);
 }
 
 // One tile of gate sums and one of up sums (hidden units f.., tokens m0..) -> h, and act in B order.
@@ -56,7 +56,7 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
     };
     auto finish = [&](int64_t panel, int64_t g, float* sums) {
       const int64_t f = c0 + panel * span;
-      if (biased != panel) fetch_biases(p, block, f, least(span, c1 - f), buf);
+      if (biased != panel) fetch_biases(p, block, f, least(span, c1 - f), buf.bias);
       biased = panel;
       for (int64_t j = 0; j < least(2, groups - g); ++j)
         for (int64_t i = 0; i < (w.act.gated ? 1 : 2); ++i)

@@ -184,7 +184,8 @@ void one_layer(Isa isa) {
   const bool many = chance(0.1);
   const int64_t E = many ? pick(100, 1024) : pick(1, 12), K = pick(1, std::min<int64_t>(E, 6));
   const int64_t D = pick(1, many ? 8 : chance(0.2) ? 200 : 70), F = pick(1, many ? 8 : chance(0.2) ? 200 : 70);
-  const int64_t T = chance(0.05) ? 0 : pick(1, many ? 12 : chance(0.2) ? 90 : 20);
+  const bool long_blocks = !many && chance(0.05);
+  const int64_t T = chance(0.05) ? 0 : long_blocks ? pick(90, 250) : pick(1, many ? 12 : chance(0.2) ? 90 : 20);
   Layer layer(E, F, D, wt, chance(0.5) ? wt : DType::f32);
   const Experts& w = layer.w;
   Tensor x = tensor(xt, T, D, 1, chance(0.2), 1);
@@ -193,7 +194,7 @@ void one_layer(Isa isa) {
     for (int64_t d = 0; d < D; ++d) x.set(NAN, 0, d);
 
   std::vector<int32_t> ids(static_cast<size_t>(T * K));
-  const int64_t hot = chance(0.3) ? pick(1, E) : E;  // skew: only the first few experts
+  const int64_t hot = long_blocks ? 1 : chance(0.3) ? pick(1, E) : E;  // skew: only the first few experts
   for (int32_t& id : ids) id = chance(0.1) ? static_cast<int32_t>(chance(0.5) ? -1 : E + 5) : static_cast<int32_t>(pick(0, hot - 1));
   std::vector<float> weights(static_cast<size_t>(T * K));
   for (float& v : weights) v = std::fabs(normal());
