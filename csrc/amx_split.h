@@ -11,7 +11,7 @@ namespace MOEFFN_NS {
 
 constexpr int kParts = 3;
 constexpr int64_t kSplitStep = kParts * kGroupBytes;  // bytes of 16 x 32 numbers: the tiles of their parts
-constexpr int64_t kSplitLimit = 96;        // up to so many rows the vector kernels
+constexpr int64_t kSplitLimit = 64;        // up to so many rows the vector kernels
 constexpr int64_t kSplitRows = 512;        // most rows of a block
 constexpr int64_t kSplitShare = 3 << 18;   // bytes of split activations that stay in L2 beside the weights
 constexpr int64_t kSplitSums = 3 << 20;    // bytes of sums that are kept while the activations change

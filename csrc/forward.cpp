@@ -11,9 +11,10 @@
 namespace moeffn {
 namespace {
 
-// Most memory of a pass for activations and what experts give, whatever the routing. When it is not enough, what experts
-// give is made and summed strip by strip of its columns; when a strip would be too narrow, the tokens are taken in several
-// passes, each of which reads the weights again. A tile of at most 4 MiB per thread comes on top.
+// Most memory of a pass for activations and what experts give, whatever the routing. When it is not enough for both, the
+// activations of a few blocks at a time are kept beside all that experts give; else what experts give is made and summed
+// strip by strip of its columns; when a strip would be too narrow, the tokens are taken in several passes, each of which
+// reads the weights again. A tile of at most 5 MiB per thread comes on top.
 constexpr int64_t kMostScratch = int64_t{52} << 20;
 constexpr int64_t kLeastStrip = 128;
 // Tasks wanted per thread and phase: fewer lose to imbalance, more to packing the same rows again.
@@ -128,7 +129,9 @@ class Call {
     return ((sum_.D + strips - 1) / strips + step - 1) / step * step;
   }
 
-  // Fills blocks_ for tokens [t0, t0 + n) and sets width_; true if the pass's memory stays within the limit.
+  int64_t act_of(const Block& b) const { return (k_.act_bytes(parts_[b.part], b.rows) + 63) / 64 * 64; }
+
+  // Fills blocks_ for tokens [t0, t0 + n) and sets kept_ and width_; true if the pass's memory stays within the limit.
   bool fits(int64_t t0, int64_t n) {
     blocks_.clear();
     const bool all = n == call_.T;
@@ -136,13 +139,23 @@ class Call {
       const int64_t K = parts_[i].plan.K;
       add_blocks(parts_[i], static_cast<int>(i), t0 * K, (t0 + n) * K, all, k_, blocks_);
     }
+    int64_t most = 0;
     act_bytes_ = local_bytes_ = 0;
     for (const Block& b : blocks_) {
       const Part& p = parts_[b.part];
-      act_bytes_ += (k_.act_bytes(p, b.rows) + 63) / 64 * 64;
+      act_bytes_ += act_of(b);
+      most = std::max(most, act_of(b));
       local_bytes_ = std::max(local_bytes_, static_cast<int64_t>(k_.local_bytes(p, b.rows)));
     }
+    kept_ = static_cast<int64_t>(blocks_.size());
     width_ = strip_width(n, kMostScratch - act_bytes_ - 256);
+    if (width_ == sum_.D) return true;
+    const int64_t room = kMostScratch - sum_.D * (routed_column(n) + shared_column(n)) - 256;
+    if (room >= (threads_ + 1) * most) {
+      width_ = sum_.D;
+      kept_ = room / most;
+      act_bytes_ = kept_ * most;
+    }
     return width_ > 0;
   }
 
@@ -154,6 +167,7 @@ class Call {
     const int threads = total < kSmallWork ? 1 : threads_;
 
     const int64_t strips = (sum_.D + width_ - 1) / width_;
+    const size_t kept = static_cast<size_t>(kept_);
     Carver sizes(nullptr);
     auto carve = [&](Carver& c) {
       char* act = c.take<char>(static_cast<size_t>(act_bytes_));
@@ -163,9 +177,10 @@ class Call {
       };
       sum_.out = parts_[0].out = direct_ ? Outs{sum_.y, 0, width_, 0} : outs(routed_column(n), t0 * sum_.K);
       if (parts_.size() > 1) sum_.shared = parts_[1].out = outs(shared_column(n), t0);
-      for (Block& b : blocks_) {
-        b.act = act;
-        act += (k_.act_bytes(parts_[b.part], b.rows) + 63) / 64 * 64;
+      for (size_t i = 0; i < blocks_.size(); ++i) {
+        blocks_[i].act = act;
+        act += kept < blocks_.size() ? act_bytes_ / kept_ : act_of(blocks_[i]);
+        if ((i + 1) % kept == 0) act -= act_bytes_;
       }
       return c.take<char>(static_cast<size_t>(local_bytes_ * threads));
     };
@@ -175,17 +190,29 @@ class Call {
     char* locals = carve(real);
 
     tasks_.clear();
-    std::unique_ptr<Latch[]> ups(new Latch[blocks_.size()]), downs(new Latch[strips]), sums(new Latch[strips]);
+    std::unique_ptr<Latch[]> ups(new Latch[blocks_.size()]), acts(new Latch[blocks_.size()]);
+    std::unique_ptr<Latch[]> downs(new Latch[strips]), sums(new Latch[strips]);
     const int64_t share = std::max<int64_t>(1, total / (threads * kTasksPerThread));
     auto parts = [&](size_t i) { return threads == 1 ? 1 : (cost(parts_[blocks_[i].part], blocks_[i]) + share - 1) / share; };
-    for (size_t i = 0; i < blocks_.size(); ++i)
+    auto add_down = [&](size_t i, int64_t s) {
+      const int64_t made = cut(tasks_, Task::down, i, s * width_, std::min(sum_.D, (s + 1) * width_),
+                               (parts(i) + strips - 1) / strips, k_.f_step);
+      if (kept < blocks_.size()) acts[i].reset(made);
+      return made;
+    };
+    int64_t made = 0;
+    size_t next = 0;
+    // Where the memory of activations is used again, their down projections come so early that nobody waits for them.
+    const size_t behind = kept == blocks_.size() ? kept : kept > static_cast<size_t>(threads) + 1 ? kept - threads : 1;
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      if (i >= behind) made += add_down(next++, 0);
       ups[i].reset(cut(tasks_, Task::up, i, 0, parts_[blocks_[i].part].w->F, parts(i), k_.f_step));
+    }
     for (int64_t s = 0; s <= strips; ++s) {  // a strip is summed after the next one was handed out
-      int64_t made = 0;
-      for (size_t i = 0; s < strips && i < blocks_.size(); ++i)
-        made += cut(tasks_, Task::down, i, s * width_, std::min(sum_.D, (s + 1) * width_), (parts(i) + strips - 1) / strips,
-                    k_.f_step);
+      for (; s < strips && next < blocks_.size(); ++next) made += add_down(next, s);
       if (s < strips) downs[s].reset(made);
+      made = 0;
+      next = 0;
       if (s > 0)
         sums[s - 1].reset(cut(tasks_, Task::sum, static_cast<size_t>(s - 1), t0, t0 + n, n, kCombineTokens));
     }
@@ -206,6 +233,7 @@ class Call {
         const Block& block = blocks_[task.index];
         const Part& part = parts_[block.part];
         if (task.kind == Task::up) {
+          if (static_cast<size_t>(task.index) >= kept) acts[task.index - kept_].wait();
           k_.up(part, block, task.from, task.to, local);
           ups[task.index].done();
         } else {
@@ -213,6 +241,7 @@ class Call {
           ups[task.index].wait();
           if (strip > 1) sums[strip - 2].wait();
           k_.down(part, block, task.from, task.to, local);
+          if (kept < blocks_.size()) acts[task.index].done();
           downs[strip].done();
         }
       }
@@ -228,6 +257,7 @@ class Call {
   std::vector<Block> blocks_;
   std::vector<Task> tasks_;
   int64_t act_bytes_ = 0, local_bytes_ = 0;
+  int64_t kept_ = 0;   // blocks whose activations are kept at a time
   int64_t width_ = 0;  // columns of a strip
   Sum sum_;
 };
