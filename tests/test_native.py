@@ -230,10 +230,13 @@ def test_many_tokens_of_one_expert_take_bounded_memory():
     assert errors(y[:100], part.double())[0] <= 5e-3
 
 
-def test_wide_results_are_summed_strip_by_strip():
-    """512 tokens of 16 experts each: 63 MiB of what experts give, more than one strip of columns may hold."""
-    ew, shared = layer(24, 2044, 16), layer(1, 2044, 16)
-    x, gate = torch.randn(512, 2044), torch.rand(512)
+@pytest.mark.parametrize(("D", "F"), [(2044, 16), (1400, 400)])
+def test_memory_shorter_than_results_and_activations(D, F):
+    """512 tokens of 16 experts each: what they give (63 MiB) is summed strip by strip, or (44 MiB) leaves room for the
+    activations of a few experts at a time.
+    """
+    ew, shared = layer(24, D, F), layer(1, D, F)
+    x, gate = torch.randn(512, D), torch.rand(512)
     ids, w = torch.rand(512, 24).topk(16).indices.int(), torch.rand(512, 16)
     ids[::7, 3] = -1
     for more in ({}, {"shared": shared, "shared_gate": gate}):
