@@ -133,27 +133,25 @@ static bool large_enough(const Piece& piece, int64_t end, int64_t elems) {
   return true;
 }
 
-// What is done beside the tiles' multiplications: rows [row, end) of the next piece are split, and those of a later one
-// asked for, one step of a row at a time, evenly over the 6 products of each of `steps` steps.
+// What is done beside the tiles' multiplications: the first `steps` steps of rows [row, end) of the next piece are split, and
+// those of a later one asked for, one step of a row at a time, spread over the 6 products of each step.
 class Beside {
  public:
-  Beside() = default;
-  MOEFFN_SMALL Beside(const Piece* next, const Piece* later, char* to, int64_t row, int64_t end, int64_t steps)
-      : next_(next), later_(later), to_(to), row_(row), steps_(steps), each_(end - row) {
+  MOEFFN_SMALL Beside(const Piece& next, const Piece& later, char* to, int64_t row, int64_t end, int64_t steps)
+      : next_(next), later_(later), to_(to), row_(row), end_(steps ? end : row), steps_(steps), each_(end - row) {
     start();
   }
   MOEFFN_SMALL void operator()() {
     for (due_ += each_; due_ >= 6; due_ -= 6) {
-      if (later_) {
+      if (row_ == end_) return;
+      if (later_.whole) {
         _mm_prefetch(ask_, _MM_HINT_T1);
         _mm_prefetch(ask_ + 64, _MM_HINT_T1);
         ask_ += kStep * 4;
       }
-      if (next_) {
-        split(load(from_), load(from_ + W), out_);
-        from_ += kStep;
-        out_ += 2 * kSplitStep;
-      }
+      split(load(from_), load(from_ + W), out_);
+      from_ += kStep;
+      out_ += 2 * kSplitStep;
       if (--left_ == 0) {
         ++row_;
         start();
@@ -164,16 +162,16 @@ class Beside {
  private:
   MOEFFN_SMALL void start() {
     left_ = steps_;
-    if (row_ >= 2 * kGroup) return;
-    if (next_) from_ = reinterpret_cast<const float*>(next_->at(row_, 0));
-    if (later_) ask_ = later_->at(row_, 0);
+    if (row_ == end_) return;
+    from_ = reinterpret_cast<const float*>(next_.at(row_, 0));
+    ask_ = later_.at(row_, 0);
     out_ = part_of(to_, row_, 0);
   }
-  const Piece *next_ = nullptr, *later_ = nullptr;
-  char *to_ = nullptr, *out_ = nullptr;
+  const Piece &next_, &later_;
+  char *to_, *out_ = nullptr;
   const float* from_ = nullptr;
   const char* ask_ = nullptr;
-  int64_t row_ = 0, steps_ = 0, each_ = 0, left_ = 0, due_ = 0;
+  int64_t row_, end_, steps_, each_, left_ = 0, due_ = 0;
 };
 
 // Steps [s0, s1) of a block's rows of x, and the largest magnitudes so far.
@@ -307,8 +305,8 @@ static bool split_product(int64_t panels, int64_t groups, int64_t elems, const S
       const int64_t pieces = (least(panels, first + together) - first) * some;
       auto piece = [&](int64_t i) {
         Piece x;
-        x.s0 = s0 + i % some * kSplitSteps;
-        x.steps = least(kSplitSteps, s1 - x.s0);
+        x.s0 = s0 + n * (i % some) / some;
+        x.steps = s0 + n * (i % some + 1) / some - x.s0;
         get(first + i / some, x.rows, x.counts);
         x.whole = x.counts[0] == kGroup && x.counts[1] == kGroup && (x.s0 + x.steps) * kStep <= elems;
         return x;
@@ -320,10 +318,9 @@ static bool split_product(int64_t panels, int64_t groups, int64_t elems, const S
         const Piece next = i + 1 < pieces ? piece(i + 1) : Piece(), later = i + kSplitAhead < pieces ? piece(i + kSplitAhead) : Piece();
         if (i % some == 0 && !large_enough(now, s1, elems)) return false;
         char* weights[2] = {buf.weights + i % 2 * kPieceBytes, buf.weights + (i + 1) % 2 * kPieceBytes};
-        const bool splits = next.whole && next.steps >= now.steps, asks = later.whole && later.steps >= now.steps;
+        const int64_t beside_steps = next.whole ? least(now.steps, next.steps) : 0;
         for (int64_t j = 0; j < pairs; ++j) {
-          const Beside beside(splits ? &next : nullptr, asks ? &later : nullptr, weights[1], 2 * kGroup * j / pairs,
-                              2 * kGroup * (j + 1) / pairs, now.steps);
+          const Beside beside(next, later, weights[1], 2 * kGroup * j / pairs, 2 * kGroup * (j + 1) / pairs, beside_steps);
           float* sums = buf.sums + (i / some * pairs + j) * 1024;
           const char* tokens = buf.tokens + (j * n + now.s0 - s0) * 2 * kSplitStep;
           if (2 * j + 1 < groups)
@@ -335,7 +332,7 @@ static bool split_product(int64_t panels, int64_t groups, int64_t elems, const S
             if (2 * j + t % 2 < groups && !finite_sums(sums + t * 256, buf.most + (2 * j + t % 2) * kGroup)) return false;
           finish(first + i / some, 2 * j, sums);
         }
-        if (next.steps) split_piece(next, splits ? now.steps : 0, elems, weights[1]);
+        if (next.steps) split_piece(next, beside_steps, elems, weights[1]);
         now = next;
       }
     }
