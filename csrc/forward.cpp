@@ -131,7 +131,17 @@ class Call {
 
   int64_t act_of(const Block& b) const { return (k_.act_bytes(parts_[b.part], b.rows) + 63) / 64 * 64; }
 
-  // Fills blocks_ for tokens [t0, t0 + n) and sets kept_ and width_; true if the pass's memory stays within the limit.
+  // Finds a place for the activations of so many blocks at a time: block i takes that of block i - kept. Returns the bytes.
+  int64_t place_acts(size_t kept) {
+    kept_ = kept;
+    places_.assign(kept + 1, 0);
+    for (size_t i = 0; i < blocks_.size(); ++i) places_[i % kept + 1] = std::max(places_[i % kept + 1], act_of(blocks_[i]));
+    for (size_t i = 0; i < kept; ++i) places_[i + 1] += places_[i];
+    return act_bytes_ = places_[kept];
+  }
+
+  // Fills blocks_ for tokens [t0, t0 + n), largest first, places their activations and sets width_; true if the pass's memory
+  // stays within the limit.
   bool fits(int64_t t0, int64_t n) {
     blocks_.clear();
     const bool all = n == call_.T;
@@ -139,35 +149,32 @@ class Call {
       const int64_t K = parts_[i].plan.K;
       add_blocks(parts_[i], static_cast<int>(i), t0 * K, (t0 + n) * K, all, k_, blocks_);
     }
-    int64_t most = 0;
-    act_bytes_ = local_bytes_ = 0;
-    for (const Block& b : blocks_) {
-      const Part& p = parts_[b.part];
-      act_bytes_ += act_of(b);
-      most = std::max(most, act_of(b));
-      local_bytes_ = std::max(local_bytes_, static_cast<int64_t>(k_.local_bytes(p, b.rows)));
-    }
-    kept_ = static_cast<int64_t>(blocks_.size());
+    std::stable_sort(blocks_.begin(), blocks_.end(),
+                     [&](const Block& a, const Block& b) { return cost(parts_[a.part], a) > cost(parts_[b.part], b); });
+    local_bytes_ = 0;
+    for (const Block& b : blocks_)
+      local_bytes_ = std::max(local_bytes_, static_cast<int64_t>(k_.local_bytes(parts_[b.part], b.rows)));
+    place_acts(blocks_.size());
     width_ = strip_width(n, kMostScratch - act_bytes_ - 256);
     if (width_ == sum_.D) return true;
     const int64_t room = kMostScratch - sum_.D * (routed_column(n) + shared_column(n)) - 256;
-    if (room >= (threads_ + 1) * most) {
-      width_ = sum_.D;
-      kept_ = room / most;
-      act_bytes_ = kept_ * most;
-    }
+    const size_t least = static_cast<size_t>(threads_) + 1;
+    for (size_t kept = std::min<size_t>(blocks_.size(), 8 * least); kept >= least; --kept)
+      if (place_acts(kept) <= room) {
+        width_ = sum_.D;
+        return true;
+      }
+    place_acts(blocks_.size());
     return width_ > 0;
   }
 
   void pass(int64_t t0, int64_t n) {
-    std::stable_sort(blocks_.begin(), blocks_.end(),
-                     [&](const Block& a, const Block& b) { return cost(parts_[a.part], a) > cost(parts_[b.part], b); });
     int64_t total = 0;
     for (const Block& b : blocks_) total += cost(parts_[b.part], b);
     const int threads = total < kSmallWork ? 1 : threads_;
 
     const int64_t strips = (sum_.D + width_ - 1) / width_;
-    const size_t kept = static_cast<size_t>(kept_);
+    const size_t kept = kept_;
     Carver sizes(nullptr);
     auto carve = [&](Carver& c) {
       char* act = c.take<char>(static_cast<size_t>(act_bytes_));
@@ -177,11 +184,7 @@ class Call {
       };
       sum_.out = parts_[0].out = direct_ ? Outs{sum_.y, 0, width_, 0} : outs(routed_column(n), t0 * sum_.K);
       if (parts_.size() > 1) sum_.shared = parts_[1].out = outs(shared_column(n), t0);
-      for (size_t i = 0; i < blocks_.size(); ++i) {
-        blocks_[i].act = act;
-        act += kept < blocks_.size() ? act_bytes_ / kept_ : act_of(blocks_[i]);
-        if ((i + 1) % kept == 0) act -= act_bytes_;
-      }
+      for (size_t i = 0; i < blocks_.size(); ++i) blocks_[i].act = act + places_[i % kept_];
       return c.take<char>(static_cast<size_t>(local_bytes_ * threads));
     };
     carve(sizes);
@@ -257,7 +260,8 @@ class Call {
   std::vector<Block> blocks_;
   std::vector<Task> tasks_;
   int64_t act_bytes_ = 0, local_bytes_ = 0;
-  int64_t kept_ = 0;   // blocks whose activations are kept at a time
+  size_t kept_ = 0;  // blocks whose activations are kept at a time
+  std::vector<int64_t> places_;  // where the activations of block i % kept_ start
   int64_t width_ = 0;  // columns of a strip
   Sum sum_;
 };
