@@ -11,7 +11,7 @@ namespace MOEFFN_NS {
 
 constexpr int kParts = 3;
 constexpr int64_t kSplitStep = kParts * kGroupBytes;  // bytes of 16 x 32 numbers: the tiles of their parts
-constexpr int64_t kSplitLimit = 64;        // up to so many rows the vector kernels
+constexpr int64_t kSplitLimit = 48;        // up to so many rows the vector kernels
 constexpr int64_t kSplitRows = 512;        // most rows of a block
 constexpr int64_t kSplitShare = 3 << 18;   // bytes of split activations that stay in L2 beside the weights
 constexpr int64_t kSplitSums = 3 << 20;    // bytes of sums that are kept while the activations change
@@ -298,7 +298,8 @@ static bool split_product(int64_t panels, int64_t groups, int64_t elems, const S
                           const Finish& finish) {
   const Segments cut(groups, elems);
   const int64_t all = round_to(elems, kStep) / kStep, pairs = (groups + 1) / 2;
-  const int64_t fit = kSplitSums / (pairs * 4096), together = cut.segments == 1 || fit < 1 ? 1 : fit;
+  const bool once = cut.segments == 1;
+  const int64_t fit = kSplitSums / (pairs * 4096), together = once ? panels : fit < 1 ? 1 : fit;
   for (int64_t first = 0; first < panels; first += together)
     for (int64_t s0 = 0; s0 < all; s0 += cut.steps) {
       const int64_t s1 = least(all, s0 + cut.steps), n = s1 - s0, some = (n + kSplitSteps - 1) / kSplitSteps;
@@ -321,7 +322,7 @@ static bool split_product(int64_t panels, int64_t groups, int64_t elems, const S
         const int64_t beside_steps = next.whole ? least(now.steps, next.steps) : 0;
         for (int64_t j = 0; j < pairs; ++j) {
           const Beside beside(next, later, weights[1], 2 * kGroup * j / pairs, 2 * kGroup * (j + 1) / pairs, beside_steps);
-          float* sums = buf.sums + (i / some * pairs + j) * 1024;
+          float* sums = buf.sums + ((once ? 0 : i / some * pairs) + j) * 1024;
           const char* tokens = buf.tokens + (j * n + now.s0 - s0) * 2 * kSplitStep;
           if (2 * j + 1 < groups)
             split_2x<true>(weights[0], tokens, now.steps, sums, now.s0 == 0, beside);
