@@ -188,7 +188,8 @@ def test_a_bad_row_stays_alone(isa):
         assert y[1].isnan().all() and torch.equal(y[others], clean[others])
 
 
-SIZES = {"nan": torch.nan, "infinite": torch.inf, "largest": 3.4e38, "large": 1e25, "tiny": 1e-36, "subnormal": 1e-40, "zero": 0.0}
+SIZES = {"nan": torch.nan, "infinite": torch.inf, "largest": 3.4e38, "large": 1e25, "tiny": 1e-36, "subnormal": 1e-40,
+         "zero": 0.0}
 
 
 @pytest.mark.parametrize("size", SIZES)
