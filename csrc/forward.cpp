@@ -14,8 +14,8 @@ namespace {
 // Most memory of a pass for activations and what experts give, whatever the routing. When it is not enough for both, the
 // activations of a few blocks at a time are kept beside all that experts give; else what experts give is made and summed
 // strip by strip of its columns; when a strip would be too narrow, the tokens are taken in several passes, each of which
-// reads the weights again. A tile of at most 5 MiB per thread comes on top.
-constexpr int64_t kMostScratch = int64_t{52} << 20;
+// reads the weights again. A tile of at most 4 MiB per thread comes on top.
+constexpr int64_t kMostScratch = int64_t{54} << 20;
 constexpr int64_t kLeastStrip = 128;
 // Tasks wanted per thread and phase: fewer lose to imbalance, more to packing the same rows again.
 constexpr int64_t kTasksPerThread = 8;
