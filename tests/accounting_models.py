@@ -23,14 +23,21 @@ gc.freeze()  # what was imported stays; looking through it for cycles took 1.7 o
 
 ORDER = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 
+# Where no automatic class, or one of several classes for a config, builds what is counted.
+NAMED = {
+    "funnel": "FunnelModel", "musicgen": "MusicgenForConditionalGeneration", "rag": "RagModel",
+    "musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+    "musicgen_melody_decoder": "MusicgenMelodyForCausalLM", "timesfm": "TimesFmModelForPrediction",
+    "timesfm2_5": "TimesFm2_5ModelForPrediction", "clvp": "ClvpModelForConditionalGeneration",
+    "blip_text_model": "BlipTextLMHeadModel", "evolla": "EvollaForProteinText2Text", "parakeet_ctc": "ParakeetForCTC", "lasr_ctc": "LasrForCTC",
+}
+
 
 def build(config):
     """The model with its head, of an encoder without."""
-    if config.model_type == "funnel":  # two classes for one config: with the decoder back to all positions
-        from transformers import FunnelModel
-
+    if config.model_type in NAMED:
         with torch.device("meta"):
-            return FunnelModel(config)
+            return getattr(_beside(config), NAMED[config.model_type])(config)
     for kind in (AutoModel,) if config.model_type in ENCODERS else ORDER:
         if type(config) in kind._model_mapping:
             with torch.device("meta"), ExitStack() as stack:
@@ -41,10 +48,15 @@ def build(config):
         return _own_class(config)(config)
 
 
+def _beside(config):
+    return importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+
+
 def _own_class(config):
     """The class beside the config's own that no automatic class names."""
-    beside = vars(importlib.import_module(type(config).__module__.replace("configuration_", "modeling_")))
-    for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model"):
+    beside = vars(_beside(config))
+    for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model", "Encoder", "Decoder", "Transformer",
+                   "ForRetrieval"):
         for name, cls in beside.items():
             if getattr(cls, "config_class", None) is type(config) and name.endswith(ending) and "PreT" not in name:
                 return cls

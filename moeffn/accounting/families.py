@@ -46,6 +46,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         families_dense,
         families_encoders,
         families_gemma,
+        families_hearing,
         families_hybrid,
         families_indexed,
         families_mamba,
@@ -56,9 +57,12 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         families_rare,
         families_recurrent,
         families_remote,
+        families_seen,
         families_senses,
         families_seq2seq,
+        families_series,
         families_sparse,
+        families_speech,
         families_text,
     )
 

@@ -39,7 +39,7 @@ ENCODERS = {
                      "data2vec-text", "xmod", "bros", "layoutlm", "markuplm", "ibert", "luke", "roc_bert",
                      "longformer", "squeezebert", "fnet", "align_text_model", "clap_text_model",
                      "bridgetower_text_model", "chinese_clip_text_model"), BASE),
-    **dict.fromkeys(("splinter", "dpr", "convbert"), BARE),
+    **dict.fromkeys(("splinter", "dpr", "convbert", "altclip_text_model"), BARE),
     **dict.fromkeys(("yoso", "nystromformer", "mra"), Encoder(positions=2, pooler=False)),
     **dict.fromkeys(("distilbert", "flaubert", "xlm", "bert-generation"), Encoder(types=False, pooler=False)),
     "roberta-prelayernorm": Encoder(final=1),
@@ -223,6 +223,7 @@ LAYER_EXTRAS = {
     "nystromformer": lambda k, d, h: [Weight("attention", (h, 1, k.integer("conv_kernel_size"), 1), "filter")],
 }
 OUTER_EXTRAS = {
+    "altclip_text_model": lambda k, d, h: matrix("other", k.integer("project_dim"), d, True) + norm(d, True),
     "markuplm": _xpath,
     "luke": _entities,
     "roc_bert": _sounds_and_shapes,

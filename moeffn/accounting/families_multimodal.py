@@ -129,12 +129,13 @@ def idefics(k: Keys) -> Architecture:
     return decoder(k, "idefics", d, layers, tied=False, extra=extra)
 
 
-@family("kosmos-2", "kosmos-2.5")
+@family("kosmos-2", "kosmos-2.5", "kosmos_2_text_model", "kosmos_2_5_text_model")
 def kosmos(k: Keys) -> Architecture:
     """Kosmos-2's language model: norms before the output projections of attention and FFN."""
-    k.excluded.append("vision_config")
-    second = k.text("model_type") == "kosmos-2.5"
-    k = k.inside("text_config")
+    second = "5" in k.text("model_type")
+    if not k.text("model_type").endswith("text_model"):
+        k.excluded.append("vision_config")
+        k = k.inside("text_config")
     d, n, heads = k.integer("embed_dim"), k.integer("layers"), k.integer("attention_heads")
     hidden = k.integer("ffn_dim")
     mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")

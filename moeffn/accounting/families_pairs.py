@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .families import block, built, decoder, family
+from .families import attention_bias, block, built, decoder, family, heads_of
 from .families_classic import classic
 from .families_encoders import ENCODERS, encoder
 from .families_seq2seq import bart
@@ -71,11 +71,12 @@ def fsmt(k: Keys) -> Architecture:
     return decoder(k, "fsmt", d, layers, tied=False, final_norm=False, extra=tuple(extra))
 
 
-@family("blip")
+@family("blip", "blip_text_model")
 def blip(k: Keys) -> Architecture:
     """BLIP's captioner: BERT's layers as a decoder that attends to the image encoder, which is excluded."""
-    k.excluded.append("vision_config")
-    k = k.inside("text_config")
+    if k.text("model_type") == "blip":
+        k.excluded.append("vision_config")
+        k = k.inside("text_config")
     d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
     wide, head = k.integer("encoder_hidden_size"), k.divide("head_dim", d, heads)
     layer = bert_layer(k, d)
@@ -103,3 +104,53 @@ def pix2struct(k: Keys) -> Architecture:
     layers += [Layer("dense", below, (mixer,) * 2)] * t.integer("num_layers")
     extra.append(Weight("attention", (t.integer("relative_attention_num_buckets"), heads), "filter"))
     return decoder(t, "pix2struct", d, layers, tied=False, extra=tuple(extra))
+
+
+@family("rag")
+def rag(k: Keys) -> Architecture:
+    """RAG: an encoder of questions, and the generator that reads what is found."""
+    asked, said = (built(Keys(k.inside(key).data, f"config.{key}")) for key in ("question_encoder", "generator"))
+    return replace(said, family="rag", layers=asked.layers + said.layers, outer=(*asked.outer, *said.outer),
+                   assumed=tuple(sorted({**dict(asked.assumed), **dict(said.assumed)}.items())))
+
+
+@family("colpali", "colqwen2", "colmodernvbert")
+def retriever(k: Keys) -> Architecture:
+    """A vision-language model without its head and a projection of each of its states, which counts as vision."""
+    model = built(Keys(k.inside("vlm_config").data, "config.vlm_config"))
+    outer = tuple(w for w in model.outer if w.part != "head")
+    seen = matrix("vision", k.integer("embedding_dim"), model.d_model, True)
+    return replace(model, family=k.text("model_type"), outer=(*outer, *seen), tied=True)
+
+
+def _feeds(d: int, hidden: int) -> list[Weight]:
+    """A norm and two matrices without biases."""
+    return [*norm(d, True), *dense(d, hidden, gated=False)]
+
+
+@family("evolla")
+def evolla(k: Keys) -> Architecture:
+    """Evolla: an encoder of proteins, queries that gather what it says, and a Llama some of whose layers attend to
+    them through gates."""
+    p = k.inside("protein_encoder_config")
+    wide, d, n = p.integer("hidden_size"), k.integer("hidden_size"), k.integer("num_hidden_layers")
+    vocab = p.integer("vocab_size")
+    outer = [Weight("embedding", (vocab, wide), "table"), *norm(wide, True, 1 + p.flag("emb_layer_norm_before"))]
+    if p.text("position_embedding_type") == "absolute":
+        outer.append(Weight("embedding", (p.integer("max_position_embeddings"), wide), "table"))
+    inner, depth = k.integer("resampler_dim_head") * k.integer("resampler_heads"), k.integer("resampler_depth")
+    found = matrix("attention", inner, wide) * 3 + matrix("attention", wide, inner) + norm(wide, True, 2)
+    gathers = Layer("dense", (*found, *_feeds(wide, k.integer("resampler_ff_mult") * wide)))
+    outer += [Weight("other", (k.integer("resampler_num_latents"), wide), "filter"), *norm(d, True)]
+    outer += matrix("other", d, wide, True)
+    heads = k.integer("num_attention_heads")
+    own = block("dense", gqa(d, *heads_of(k, d), bias=attention_bias(k)),
+                dense(d, k.integer("intermediate_size"), bias=k.flag("mlp_bias", absent=False)), norm(d, copies=2))
+    looks, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads),
+                       bias="qkv" + "o" * k.flag("aligner_enable_bias"))
+    looks += [*norm(d), *_feeds(d, k.integer("aligner_ffn_mult") * d), *[Weight("other", (1,), "filter")] * 2]
+    adapted = Layer("dense", (*own.weights, *looks), (*own.mixers, mixer))
+    every = max(n // k.integer("aligner_num_add_layers"), 1)
+    layers = [bert_layer(p, wide)] * p.integer("num_hidden_layers") + [gathers] * depth
+    layers += [adapted if (i + 1) % every == 0 else own for i in range(n)]
+    return decoder(k, "evolla", d, layers, tied=False, extra=tuple(outer))

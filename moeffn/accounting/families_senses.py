@@ -49,8 +49,12 @@ VIT = {
     "dinov2_with_registers": Patches(extra=1, scales=2),
     "dinov3_vit": Patches(extra=1, positions=False, bias_key="", scales=2),
     **dict.fromkeys(("clip_vision_model", "clipseg_vision_model", "metaclip_2_vision_model", "altclip_vision_model",
-                     "chinese_clip_vision_model"), Patches(patch_bias=False, bias_key="", before=1)),
-    "siglip_vision_model": Patches(tokens=0, bias_key=""),
+                     "chinese_clip_vision_model", "owlvit_vision_model", "owlv2_vision_model", "git_vision_model",
+                     "kosmos_2_vision_model"), Patches(patch_bias=False, bias_key="", before=1)),
+    **dict.fromkeys(("siglip_vision_model", "siglip2_vision_model", "idefics2_vision", "idefics3_vision",
+                     "smolvlm_vision"), Patches(tokens=0, bias_key="")),
+    "blip_vision_model": Patches(bias_key=""),
+    **dict.fromkeys(("blip_2_vision_model", "instructblip_vision_model", "instructblipvideo_vision_model"), Patches()),
 }
 
 
@@ -72,8 +76,12 @@ def vit(k: Keys) -> Architecture:
     p = VIT[name]
     d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
     frames = name in ("vivit", "videomae")
-    image, patch = _grid(k, "image_size", frames), _grid(k, _patch_key(name), frames)
-    count = prod(side // size for side, size in zip(image, patch, strict=True))
+    patch = _grid(k, _patch_key(name), frames)
+    if name == "siglip2_vision_model":
+        count = k.integer("num_patches")
+    else:
+        image = _grid(k, "image_size", frames)
+        count = prod(side // size for side, size in zip(image, patch, strict=True))
     outer = matrix("other", d, k.integer("num_channels", absent=3) * prod(patch), p.patch_bias)
     registers = k.integer("num_register_tokens", minimum=0) if name.startswith("dinov") and name != "dinov2" else 0
     outer += [_filter("other", d)] * (p.tokens + p.extra + registers)
@@ -83,7 +91,7 @@ def vit(k: Keys) -> Architecture:
         outer += matrix("other", k.integer("pooler_output_size", absent=d), d, True)
     layer = block("dense", gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=_biases(k, name, p)),
                   _ffn(k, name, d), norm(d, True, 2) + [_filter("other", d)] * p.scales)
-    if name == "siglip_vision_model" and k.flag("vision_use_head", absent=True):
+    if name in ("siglip_vision_model", "siglip2_vision_model") and k.flag("vision_use_head", absent=True):
         hidden = k.integer("intermediate_size")
         outer += [_filter("other", d), *gqa(d, heads, heads, d // heads, bias="qkvo")[0], *norm(d, True)]
         outer += dense(d, hidden, gated=False, bias=True)
@@ -113,31 +121,50 @@ def _ffn(k: Keys, name: str, d: int) -> list[Weight]:
     return dense(d, hidden, gated=False, bias=True)
 
 
-@family("wav2vec2", "hubert", "unispeech", "unispeech-sat")
-def wav2vec2(k: Keys) -> Architecture:
-    """wav2vec 2.0 and its like: convolutions over the wave, one over positions with normed weights, BERT's layers."""
-    name = k.text("model_type")
-    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+def waves(k: Keys, normed: str) -> tuple[int, list[Weight]]:
+    """The width behind the convolutions over the wave, and these; `normed` is "layer" where each has a norm, not the
+    first alone."""
     widths, taps = (k.indices(key, required=True) for key in ("conv_dim", "conv_kernel"))
-    bias, normed = k.flag("conv_bias"), k.text("feat_extract_norm")
-    if k.flag("add_adapter", absent=False) or k.has("adapter_attn_dim"):
-        raise ValueError(f"{k.where}.add_adapter: no weight table for adapters behind or in the layers")
+    bias = k.flag("conv_bias")
     outer: list[Weight] = []
     for i, (rows, columns, length) in enumerate(zip(widths, [1, *widths], taps, strict=False)):
         outer += [_filter("other", rows, columns, length), *[Weight("other", (rows,), "bias")] * bias]
         outer += norm(rows, True, int(normed == "layer" or i == 0))
-    projected = name != "hubert" or k.flag("feat_proj_layer_norm", absent=True)
-    outer += norm(widths[-1], True, int(projected)) + matrix("other", d, widths[-1], True)
+    return widths[-1], outer
+
+
+def wave(k: Keys, d: int, projected: bool = True) -> list[Weight]:
+    """Convolutions over the wave, their projection to width d (behind a norm when `projected`), a convolution over
+    positions with normed weights, and what stands for masked frames."""
+    last, outer = waves(k, k.text("feat_extract_norm"))
+    outer += norm(last, True, int(projected)) + matrix("other", d, last, True)
     groups, length = k.integer("num_conv_pos_embedding_groups"), k.integer("num_conv_pos_embeddings")
     outer += [_filter("other", length), _filter("other", d, d // groups, length), Weight("other", (d,), "bias")]
     if k.number("mask_time_prob") > 0 or k.number("mask_feature_prob") > 0:
         outer.append(_filter("other", d))
-    mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
-    layer = block("dense", mixed, dense(d, k.integer("intermediate_size"), gated=False, bias=True), norm(d, True, 2))
-    return base(k, name, d, [layer] * n, outer + norm(d, True), k.integer("vocab_size"))
+    return outer
 
 
-@family("clip", "siglip", "metaclip_2", "chinese_clip")
+@family("wav2vec2", "hubert", "unispeech", "unispeech-sat", "wavlm")
+def wav2vec2(k: Keys) -> Architecture:
+    """wav2vec 2.0 and its like: convolutions over the wave, one over positions with normed weights, BERT's layers.
+    WavLM's attention has gates for distances, whose table is in the first layer."""
+    name = k.text("model_type")
+    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    if k.flag("add_adapter", absent=False) or k.has("adapter_attn_dim"):
+        raise ValueError(f"{k.where}.add_adapter: no weight table for adapters behind or in the layers")
+    outer = wave(k, d, name != "hubert" or k.flag("feat_proj_layer_norm", absent=True)) + norm(d, True)
+    found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+    if name == "wavlm":
+        found += [_filter("attention", heads), *matrix("attention", 8, d // heads, True)]
+        outer.append(_filter("attention", k.integer("num_buckets"), heads))
+    ffn = dense(d, k.integer("intermediate_size"), gated=False, bias=True)
+    layer = block("dense", (found, mixer), ffn, norm(d, True, 2))
+    return base(k, name, d, [layer] * n, outer, k.integer("vocab_size"))
+
+
+@family("clip", "siglip", "siglip2", "metaclip_2", "chinese_clip", "altclip", "clipseg", "owlvit", "owlv2",
+        "vision-text-dual-encoder")
 def contrast(k: Keys) -> Architecture:
     """Encoders of text and of images side by side, with projections into one space (SigLIP: without); all but the
     text's count as vision."""
@@ -145,14 +172,16 @@ def contrast(k: Keys) -> Architecture:
     caption, image = (Keys(k.inside(f"{key}_config").data, f"config.{key}_config") for key in ("text", "vision"))
     text = encoder(caption, decodes=True) if name == "chinese_clip" else built(caption)
     seen = built(image)
-    outer = [*seen.outer, *[_filter("vision", 1)] * (2 if name == "siglip" else 1)]
-    if name != "siglip":
+    outer = [*seen.outer, *[_filter("vision", 1)] * (2 if name.startswith("siglip") else 1)]
+    if not name.startswith("siglip"):
         width = k.integer("projection_dim")
-        outer += matrix("vision", width, text.d_model) + matrix("vision", width, seen.d_model)
-    layers = tuple(replace(layer, weights=_as_vision(layer.weights)) for layer in seen.layers)
-    return replace(text, family=name, layers=text.layers + layers, outer=(*text.outer, *_as_vision(outer)),
+        wide = caption.integer("project_dim") if name == "altclip" else text.d_model
+        outer += matrix("vision", width, wide) + matrix("vision", width, seen.d_model)
+    layers = tuple(replace(layer, weights=as_vision(layer.weights)) for layer in seen.layers)
+    return replace(text, family=name, layers=text.layers + layers, outer=(*text.outer, *as_vision(outer)),
                    assumed=tuple(sorted({**dict(text.assumed), **dict(seen.assumed)}.items())))
 
 
-def _as_vision(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+def as_vision(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """The same weights as those of a tower."""
     return tuple(replace(w, part="vision_ffn" if w.part in FFN_PARTS else "vision") for w in weights)

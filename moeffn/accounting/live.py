@@ -18,8 +18,10 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 # In this order: the first that matches the dotted name decides.
 RULES = (
-    ("vision", r"vision|visual|multi_modal_projector|audio_tower|image_encoder|codec_model|tokens_extend|vqmodel"),
-    ("head", r"(^|\.)(lm_head|lm_loss|embed_out|output_projection)\.|^(output|head)\.(weight|bias)$|predictions\.bias"),
+    ("vision", r"vision|visual(?!_attention)|multi_modal_projector|audio_tower|image_encoder|codec_model|tokens_extend|vqmodel|"
+               r"^audio_encoder|audio_mlp|audio_(input|post_attention)_layernorm"),
+    ("head", r"(^|\.)(lm_heads?(\.\d+)?|lm_loss|embed_out|output_projection|audio_lm_head|codebooks_head|logits_dense|"
+             r"proj_out|codec_head|ctc_head)\.|^(output|head)\.(weight|bias)$|predictions\.bias"),
     ("shared_gate", r"shared_expert_gate"),
     ("norm", r"norm|(^|\.)ln_?\w*\."),
     ("attention", r"relative_pos_embeddings"),
@@ -160,7 +162,7 @@ def read_module(module: Any, top_k: int | None = None) -> Architecture:
         Layer("sparse" if any(w.part == "routed" for w in weights) else "dense", tuple(weights))
         for weights in layers.values()
     )
-    tables = [w for w in outer if w.part == "embedding"]
+    tables = [w for w in outer if w.part == "embedding" and len(w.shape) > 1]
     head = any(w.part == "head" and w.kind == "matrix" for w in outer)
     width = tables[0].shape[-1] if tables else 0
     return Architecture(type(module).__name__, width, tables[0].shape[0] if tables else 0, built, tuple(outer),

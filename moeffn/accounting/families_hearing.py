@@ -1,0 +1,198 @@
+"""Encoders of sound beside wav2vec 2.0's own line, and the towers of models that listen."""
+
+from __future__ import annotations
+
+from .families import family
+from .families_senses import waves
+from .ffns import dense
+from .mixers import gqa
+from .reader import Keys
+from .stacks import conv, layer, table, vector, whole
+from .weights import Architecture, Layer, Weight, matrix, norm
+
+
+def _sizes(k: Keys) -> tuple[int, int, int, int]:
+    if k.flag("add_adapter", absent=False):
+        raise ValueError(f"{k.where}.add_adapter: no weight table for adapters behind the layers")
+    return (k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads"),
+            k.integer("intermediate_size"))
+
+
+def _masked(k: Keys, d: int) -> list[Weight]:
+    return [vector(d)] * (k.number("mask_time_prob") > 0 or k.number("mask_feature_prob") > 0)
+
+
+def _normed(k: Keys, d: int) -> list[Weight]:
+    """A convolution over positions whose weights are normed."""
+    length = k.integer("num_conv_pos_embeddings")
+    return [vector(length), *conv(d, d // k.integer("num_conv_pos_embedding_groups"), length)]
+
+
+@family("data2vec-audio")
+def data2vec(k: Keys) -> Architecture:
+    """data2vec's encoder of sound: a norm in every convolution, several plain ones over positions."""
+    d, n, heads, hidden = _sizes(k)
+    last, outer = waves(k, "layer")
+    outer += norm(last, True) + matrix("other", d, last, True) + _masked(k, d) + norm(d, True)
+    around = conv(d, d // k.integer("num_conv_pos_embedding_groups"), k.integer("conv_pos_kernel_size"))
+    outer += around * k.integer("num_conv_pos_embeddings")
+    return whole(k, d, k.integer("vocab_size"), [layer(k, d, heads, hidden)] * n, outer)
+
+
+@family("sew", "sew-d")
+def sew(k: Keys) -> Architecture:
+    """SEW: the layers work on fewer frames, which a matrix spreads again; SEW-D's are DeBERTa's."""
+    d, n, heads, hidden = _sizes(k)
+    last, outer = waves(k, k.text("feat_extract_norm"))
+    outer += norm(last, True) + matrix("other", d, last, True) * (last != d) + _masked(k, d) + _normed(k, d)
+    outer += matrix("other", k.integer("squeeze_factor") * d, d, True)
+    if k.text("model_type") == "sew":
+        outer += norm(d, True)
+    elif k.flag("relative_attention"):
+        if not k.flag("share_att_key"):
+            raise ValueError(f"{k.where}.share_att_key: no weight table for projections of positions of their own")
+        outer += [table(2 * k.integer("position_buckets"), d)]
+        outer += norm(d, True) * ("layer_norm" in k.text("norm_rel_ebd"))
+    return whole(k, d, k.integer("vocab_size"), [layer(k, d, heads, hidden)] * n, outer)
+
+
+def conformer(k: Keys, d: int, heads: int, hidden: int, *, taps: int, positions: str = "",
+              more: tuple[Weight, ...] = ()) -> Layer:
+    """A layer of attention and a convolution between two FFNs, six norms in all. positions: "relative" with a
+    projection of distances and two biases of the queries."""
+    extra = dense(d, hidden, gated=False, bias=True) + norm(d, True, 4)
+    extra += conv(2 * d, d, 1, bias=False) + conv(d, 1, taps, bias=False) + conv(d, d, 1, bias=False)
+    if positions == "relative":
+        extra += matrix("attention", d, d) + [vector(heads, d // heads, part="attention")] * 2
+    return layer(k, d, heads, hidden, more=[*extra, *more])
+
+
+@family("wav2vec2-bert", "wav2vec2-conformer")
+def conformers(k: Keys) -> Architecture:
+    """Conformers over the wave, or over filter banks whose frames are projected (wav2vec 2.0 BERT)."""
+    d, n, heads, hidden = _sizes(k)
+    positions, more = k.text("position_embeddings_type", absent=""), ()
+    if k.text("model_type") == "wav2vec2-bert":
+        inward = k.integer("feature_projection_input_dim")
+        outer = norm(inward, True) + matrix("other", d, inward, True) + _masked(k, d)
+        if k.flag("use_intermediate_ffn_before_adapter", absent=False):
+            outer += dense(d, hidden, gated=False, bias=True)
+        if positions == "relative_key":
+            rows = k.integer("left_max_position_embeddings") + k.integer("right_max_position_embeddings") + 1
+            more = (vector(rows, d // heads, part="attention"),)
+    else:
+        last, outer = waves(k, k.text("feat_extract_norm"))
+        outer += norm(last, True) + matrix("other", d, last, True) + _masked(k, d) + _normed(k, d) + norm(d, True)
+    own = conformer(k, d, heads, hidden, taps=k.integer("conv_depthwise_kernel_size"), positions=positions, more=more)
+    return whole(k, d, k.integer("vocab_size", absent=1), [own] * n, outer)
+
+
+@family("audio-spectrogram-transformer")
+def spectrogram(k: Keys) -> Architecture:
+    """AST: overlapping patches of a spectrogram, two learned tokens, a vision transformer's layers."""
+    d, n, heads, hidden = _sizes(k)
+    patch = k.integer("patch_size")
+    high = (k.integer("num_mel_bins") - patch) // k.integer("frequency_stride") + 1
+    wide = (k.integer("max_length") - patch) // k.integer("time_stride") + 1
+    outer = [*matrix("other", d, patch**2, True), *[vector(d)] * 2, table(high * wide + 2, d), *norm(d, True)]
+    return whole(k, d, 1, [layer(k, d, heads, hidden, bias="qkv" * k.flag("qkv_bias") + "o")] * n, outer)
+
+
+# Whisper's encoder in other models: its positions are parameters, or not; what follows its layers.
+WHISPER = ("qwen2_audio_encoder", "audioflamingo3_encoder", "voxtral_encoder", "qwen2_5_omni_audio_encoder",
+           "qwen3_omni_moe_audio_encoder")
+
+
+@family(*WHISPER)
+def whisper_tower(k: Keys) -> Architecture:
+    """Whisper's encoder alone, in Qwen's omni models without a table of positions and with projections behind it."""
+    name = k.text("model_type")
+    d, n = k.integer("d_model", "hidden_size"), k.integer("encoder_layers", "num_hidden_layers")
+    heads = k.integer("encoder_attention_heads", "num_attention_heads")
+    hidden, bins = k.integer("encoder_ffn_dim", "intermediate_size"), k.integer("num_mel_bins")
+    outer = norm(d, True)
+    if name == "qwen3_omni_moe_audio_encoder":
+        wide, high = k.integer("downsample_hidden_size"), bins
+        for columns in (1, wide, wide):
+            outer += conv(wide, columns, 3, 3)
+            high = (high + 1) // 2
+        outer += matrix("other", d, wide * high) + matrix("other", d, d, True)
+    else:
+        outer += conv(d, bins, 3) + conv(d, d, 3)
+    if "omni" not in name:
+        outer.append(table(k.integer("max_source_positions"), d))
+    else:
+        out = k.integer("output_dim")
+        outer += matrix("other", out, d, True) + [table(2, out)] * (name == "qwen2_5_omni_audio_encoder")
+    bias = "qkvo" if name == "qwen3_omni_moe_audio_encoder" else "qvo"
+    return whole(k, d, 1, [layer(k, d, heads, hidden, bias=bias)] * n, outer)
+
+
+@family("parakeet_encoder", "lasr_encoder")
+def fast_conformer(k: Keys) -> Architecture:
+    """Fast conformers: frames are made fewer by convolutions first; LASR's positions are rotary."""
+    d, n, heads, hidden = _sizes(k)
+    bias, convolved = k.flag("attention_bias"), k.flag("convolution_bias")
+    bins, wide, side = (k.integer(key) for key in ("num_mel_bins", "subsampling_conv_channels",
+                                                   "subsampling_conv_kernel_size"))
+    taps, relative = k.integer("conv_kernel_size"), k.text("model_type") == "parakeet_encoder"
+    more = dense(d, hidden, gated=False, bias=bias) + norm(d, relative, 3) + norm(d, True)
+    more += conv(2 * d, d, 1, bias=convolved) + conv(d, 1, taps, bias=convolved) + conv(d, d, 1, bias=convolved)
+    if relative:
+        more += matrix("attention", d, d) + [vector(heads, d // heads, part="attention")] * 2
+        factor, stride = k.integer("subsampling_factor"), k.integer("subsampling_conv_stride")
+        times = factor.bit_length() - 1
+        outer = conv(wide, 1, side, side)
+        outer += (conv(wide, 1, side, side) + conv(wide, wide, 1, 1)) * (times - 1)
+        outer += matrix("other", d, wide * (bins // stride**times), True)
+    else:
+        outer = matrix("other", d, bins, True) + conv(d, d, side) + conv(wide, d, side)
+        outer += matrix("other", d, wide, True) + norm(d)
+    own = layer(k, d, heads, hidden, bias="qkvo" * bias, ffn_bias=bias, norm_bias=relative, more=more)
+    return whole(k, d, 1, [own] * n, outer)
+
+
+@family("parakeet_ctc", "lasr_ctc")
+def ctc(k: Keys) -> Architecture:
+    """An encoder and a head of the vocabulary for each frame."""
+    heard, vocab = fast_conformer(k.inside("encoder_config")), k.integer("vocab_size")
+    head = matrix("head", vocab, heard.d_model, True)
+    return whole(k, heard.d_model, vocab, heard.layers, (*heard.outer, *head), tied=False)
+
+
+@family("canary_decoder")
+def canary_decoder(k: Keys) -> Architecture:
+    """Canary's decoder, which attends to the encoder's states."""
+    d, n, heads, hidden = _sizes(k)
+    kv, width, bias = k.integer("num_key_value_heads"), k.integer("head_dim"), "qkvo" * k.flag("attention_bias")
+    own = layer(k, d, heads, hidden, kv=kv, width=width, bias=bias, looks=gqa(d, heads, kv, width, bias=bias))
+    vocab = k.integer("vocab_size")
+    return whole(k, d, vocab, [own] * n, [table(vocab, d), *norm(d, True, 2)])
+
+
+@family("canary", "cohere_asr")
+def canary(k: Keys) -> Architecture:
+    """A fast conformer and a decoder; Cohere's has learned positions and projects the encoder's states."""
+    cohere = k.text("model_type") == "cohere_asr"
+    heard = fast_conformer(k.inside("encoder_config"))
+    said = canary_decoder(k if cohere else k.inside("decoder_config"))
+    d, vocab, outer = said.d_model, said.vocab, [*heard.outer, *said.outer]
+    if cohere:
+        outer += [table(k.integer("max_position_embeddings"), d), *matrix("other", d, heard.d_model, True)]
+    tied = k.tied(True)
+    outer += [Weight("head", (vocab,), "bias")] if tied else matrix("head", vocab, d, True)
+    return whole(k, d, vocab, heard.layers + said.layers, outer, tied)
+
+
+@family("granite_speech_encoder")
+def granite_speech(k: Keys) -> Architecture:
+    """Granite Speech's conformer: attention in blocks with learned distances, letters predicted halfway."""
+    d, n, heads, width = (k.integer(key) for key in ("hidden_dim", "num_layers", "num_heads", "dim_head"))
+    hidden, inner = k.integer("feedforward_mult") * d, k.integer("conv_expansion_factor") * d
+    inward, out = k.integer("input_dim"), k.integer("output_dim")
+    more = dense(d, hidden, gated=False, bias=True) + norm(d, True, 3) + norm(inner, True)
+    more += conv(2 * inner, d, 1) + conv(inner, 1, k.integer("conv_kernel_size"), bias=False) + conv(d, inner, 1)
+    more.append(vector(2 * k.integer("max_pos_emb") + 1, width, part="attention"))
+    own = layer(k, d, heads, hidden, width=width, bias="o", more=more)
+    outer = matrix("other", d, inward, True) + matrix("other", out, d, True) + matrix("other", d, out, True)
+    return whole(k, d, out, [own] * n, outer)

@@ -1,0 +1,142 @@
+"""Encoders of text and images in one stack or side by side, and the queries that carry images to a language model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .families import family
+from .families_senses import as_vision
+from .families_text import bert_layer
+from .ffns import dense
+from .mixers import gqa
+from .reader import Keys
+from .stacks import conv, layer, looking, table, vector, whole
+from .weights import Architecture, Layer, Weight, matrix, norm
+
+
+def _words(k: Keys, d: int) -> list[Weight]:
+    """BERT's embeddings of tokens, positions and types, with a norm."""
+    rows = (k.integer(key) for key in ("vocab_size", "max_position_embeddings", "type_vocab_size"))
+    return [*(table(count, d) for count in rows), *norm(d, True)]
+
+
+def _seen(k: Keys, d: int) -> list[Weight]:
+    """Patches of an image, their positions and a token before them."""
+    patch = k.integer("patch_size")
+    found = matrix("other", d, k.integer("num_channels") * patch**2, True)
+    return [*found, table((k.integer("image_size") // patch) ** 2 + 1, d), vector(d)]
+
+
+def _stack(k: Keys, d: int) -> list[Layer]:
+    own = layer(k, d, k.integer("num_attention_heads"), k.integer("intermediate_size"),
+                bias="qkv" * k.flag("qkv_bias") + "o")
+    return [own] * k.integer("num_hidden_layers")
+
+
+def _end(d: int) -> list[Weight]:
+    """The last norm and a pooler."""
+    return norm(d, True) + matrix("other", d, d, True)
+
+
+@family("lxmert")
+def lxmert(k: Keys) -> Architecture:
+    """LXMERT: BERT's layers over text and over regions of an image, then layers where each attends to the other, by
+    weights both share."""
+    d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
+    own = bert_layer(k, d)
+    found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")
+    crossed = Layer("dense", (*own.weights * 2, *found, *norm(d, True)), (*own.mixers * 2, mixer, mixer))
+    layers = [own] * (k.integer("l_layers") + k.integer("r_layers")) + [crossed] * k.integer("x_layers")
+    outer = _words(k, d) + matrix("other", d, d, True)
+    for key in ("visual_feat_dim", "visual_pos_dim"):
+        outer += matrix("other", d, k.integer(key), True) + norm(d, True)
+    return whole(k, d, k.integer("vocab_size"), layers, outer)
+
+
+@family("vilt")
+def vilt(k: Keys) -> Architecture:
+    """ViLT: words and patches of an image in one stack."""
+    d = k.integer("hidden_size")
+    outer = [*_words(k, d), *_seen(k, d), table(k.integer("modality_type_vocab_size"), d), *_end(d)]
+    return whole(k, d, k.integer("vocab_size"), _stack(k, d), outer)
+
+
+@family("flava_text_model", "flava_image_model", "flava_multimodal_model")
+def flava_part(k: Keys) -> Architecture:
+    """One of FLAVA's three encoders: of text, of an image, of both one's states."""
+    d, name = k.integer("hidden_size"), k.text("model_type")
+    if name == "flava_text_model":
+        outer = _words(k, d)
+    elif name == "flava_image_model":
+        outer = _seen(k, d) + [vector(d)] * k.flag("mask_token")
+    else:
+        outer = [vector(d)] * k.flag("use_cls_token")
+    return whole(k, d, k.integer("vocab_size", absent=1), _stack(k, d), [*outer, *_end(d)])
+
+
+@family("flava")
+def flava(k: Keys) -> Architecture:
+    """FLAVA: the three encoders and projections between; all but the text's count as vision."""
+    text, image, both = (flava_part(k.inside(f"{key}_config")) for key in ("text", "image", "multimodal"))
+    width = k.integer("projection_dim")
+    outer = [vector(1), *matrix("other", width, image.d_model, True), *matrix("other", width, text.d_model, True)]
+    outer += matrix("other", both.d_model, image.d_model, True) + matrix("other", both.d_model, text.d_model, True)
+    layers = [replace(one, weights=as_vision(one.weights)) for one in image.layers + both.layers]
+    return whole(k, text.d_model, text.vocab, [*text.layers, *layers],
+                 [*text.outer, *as_vision([*image.outer, *both.outer, *outer])])
+
+
+@family("blip_2_qformer", "instructblip_qformer", "instructblipvideo_qformer")
+def queries(k: Keys) -> Architecture:
+    """A Q-Former: learned queries that in every few layers attend to an image, with FFNs of their own beside those of
+    the text."""
+    d, heads, hidden = k.integer("hidden_size"), k.integer("num_attention_heads"), k.integer("intermediate_size")
+    texts = k.text("model_type").startswith("instruct") or k.flag("use_qformer_text_input")
+    more = dense(d, hidden, gated=False, bias=True) + norm(d, True) if texts else []
+    looks = looking(d, k.integer("encoder_hidden_size"), heads, heads, k.divide("head_dim", d, heads), "qkvo")
+    every = k.integer("cross_attention_frequency")
+    layers = [layer(k, d, heads, hidden, looks=None if i % every else looks, more=more)
+              for i in range(k.integer("num_hidden_layers"))]
+    outer = norm(d, True)
+    if k.text("model_type").startswith("instruct"):
+        outer += [table(k.integer("vocab_size"), d), table(k.integer("max_position_embeddings"), d)]
+    return whole(k, d, k.integer("vocab_size"), layers, outer)
+
+
+@family("clvp_encoder")
+def clvp_encoder(k: Keys) -> Architecture:
+    """CLVP's encoder, of text or of speech: gated FFNs, a projection of the summary."""
+    d = k.integer("hidden_size")
+    bias = "qkv" * k.flag("use_attention_bias") + "o"
+    own = layer(k, d, k.integer("num_attention_heads"), k.integer("intermediate_size"), bias=bias, gated=True,
+                norm_bias=False)
+    outer = [table(k.integer("vocab_size"), d), *norm(d, True), *matrix("other", k.integer("projection_dim"), d)]
+    return whole(k, d, k.integer("vocab_size"), [own] * k.integer("num_hidden_layers"), outer)
+
+
+def _clvp_heads(k: Keys) -> tuple[int, int, str]:
+    return k.integer("hidden_size"), k.integer("num_attention_heads"), "qkv" * k.flag("use_attention_bias") + "o"
+
+
+@family("clvp_decoder")
+def clvp_decoder(k: Keys) -> Architecture:
+    """CLVP's decoder of speech codes."""
+    d, heads, bias = _clvp_heads(k)
+    own = layer(k, d, heads, k.integer("n_inner", absent=4 * d), bias=bias)
+    vocab = k.integer("vocab_size")
+    outer = [table(vocab, d), table(k.integer("max_position_embeddings"), d), *norm(d, True) * 2]
+    return whole(k, d, vocab, [own] * k.integer("num_hidden_layers"), outer + matrix("head", vocab, d, True), False)
+
+
+@family("clvp")
+def clvp(k: Keys) -> Architecture:
+    """CLVP: a decoder of speech codes behind text and a voice, and two encoders that rank what it says."""
+    text, speech, last = (k.inside(f"{key}_config") for key in ("text", "speech", "decoder"))
+    parts = [clvp_decoder(last), clvp_encoder(text), clvp_encoder(speech)]
+    d, heads, bias = _clvp_heads(last)
+    outer = [table(text.integer("vocab_size"), d), table(last.integer("max_text_tokens"), d), vector(1)]
+    outer += conv(d, last.integer("feature_size"), 1)
+    mixed = gqa(d, heads, heads, last.divide("head_dim", d, heads), bias=bias)
+    blocks = [Layer("dense", (*mixed[0], *norm(d, True)), (mixed[1],))] * last.integer("num_mel_attn_blocks")
+    layers = [*blocks, *(one for part in parts for one in part.layers)]
+    return whole(k, d, parts[0].vocab, layers, [*outer, *(w for part in parts for w in part.outer)], False)
