@@ -29,7 +29,8 @@ NAMED = {
     "musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
     "musicgen_melody_decoder": "MusicgenMelodyForCausalLM", "timesfm": "TimesFmModelForPrediction",
     "timesfm2_5": "TimesFm2_5ModelForPrediction", "clvp": "ClvpModelForConditionalGeneration",
-    "blip_text_model": "BlipTextLMHeadModel", "evolla": "EvollaForProteinText2Text", "parakeet_ctc": "ParakeetForCTC", "lasr_ctc": "LasrForCTC",
+    "blip_text_model": "BlipTextLMHeadModel", "evolla": "EvollaForProteinText2Text", "parakeet_ctc": "ParakeetForCTC",
+    "lasr_ctc": "LasrForCTC", "blt_patcher": "BltPatcher", "omniasr_ctc": "OmniASRForCTC",
 }
 
 

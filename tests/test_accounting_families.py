@@ -38,7 +38,10 @@ KINDS = ("gpt2", "trocr", "led", "bert", "roformer", "xlnet", "esm", "reformer",
 CHANGES = {
     "esm": {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}, "reformer": {"is_decoder": True},
     "chameleon": {"vq_config": {}, "vocabulary_map": {"<image>": 3}},
-    **dict.fromkeys(("time_series_transformer", "informer", "autoformer"), {"prediction_length": 24}),
+    **{name: {"prediction_length": 24} for name in ("time_series_transformer", "informer", "autoformer")},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 768},
+    **{name: {"dropout_rate": 0.0} for name in ("t5gemma2_text", "t5gemma2_decoder")},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "vision-text-dual-encoder": {"vision_config": {"model_type": "vit"}, "text_config": {"model_type": "bert"}},
 }
@@ -55,7 +58,7 @@ def test_default_config_equals_live_model(name):
         pytest.skip("built only inside another model")
     # A module does not tell that an expert of ZAYA computes nothing.
     words = "vision=no,idle=max" if name == "zaya" else "vision=no"
-    if name.endswith(("_vision", "_vision_model")):  # a tower alone
+    if name.endswith(("_vision", "_vision_model", "vision_encoder", "_ctc")):  # a tower alone
         words = "all"
     read = read_module(model, TOP_K.get(name))
     counted, live = (count(source, convention=words) for source in (config, read))
@@ -139,12 +142,17 @@ OTHER_BRANCHES = [
     ("patchtst", {"channel_attention": True, "use_cls_token": True, "share_embedding": False, "num_input_channels": 3}),
     ("informer", {"prediction_length": 4, "context_length": 6, "num_static_categorical_features": 2, "distil": False,
                   "cardinality": [5, 7], "embedding_dimension": [2, 3], "num_time_features": 2, "input_size": 2}),
-    ("wav2vec2-bert", {"position_embeddings_type": "relative", "use_intermediate_ffn_before_adapter": True}),
+    ("wav2vec2-bert", {"position_embeddings_type": "relative"}),
     ("wav2vec2-conformer", {"position_embeddings_type": "rotary", "feat_extract_norm": "layer"}),
     ("sew", {"hidden_size": 512, "num_attention_heads": 8}), ("sew-d", {"relative_attention": False}),
+    ("nemotron_asr_streaming_encoder", {"num_mel_bins": 100}), ("parakeet_encoder", {"num_mel_bins": 100}),
     ("parakeet_encoder", {"attention_bias": False, "convolution_bias": False, "subsampling_factor": 4}),
     ("lasr_encoder", {"attention_bias": True, "convolution_bias": True}), ("timesfm2_5", {"attention_bias": True}),
-    ("flava_image_model", {"mask_token": False, "qkv_bias": False}), ("blip_2_qformer", {"use_qformer_text_input": True}),
+    ("flava_image_model", {"mask_token": False, "qkv_bias": False}), ("timesformer", {"attention_type": "space_only"}),
+    ("beit", {"use_mask_token": True, "use_absolute_position_embeddings": True, "layer_scale_init_value": 0.0}),
+    ("aimv2_vision_model", {"use_head": False, "qkv_bias": True, "mlp_bias": True}), ("dinov2", {"mlp_ratio": 3}),
+    ("blt_local_encoder", {"cross_attn_all_layers": True, "num_hidden_layers": 2}),
+    ("blip_2_qformer", {"use_qformer_text_input": True}),
     ("moonshine", {"attention_bias": True, "tie_word_embeddings": False}), ("evolla", {"aligner_num_add_layers": 3}),
     ("siglip2_vision_model", {"vision_use_head": False}), ("cohere_asr", {"tie_word_embeddings": False}),
 ]

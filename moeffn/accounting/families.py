@@ -64,6 +64,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         families_sparse,
         families_speech,
         families_text,
+        families_towers,
     )
 
     keys = Keys(config)

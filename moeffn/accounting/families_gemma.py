@@ -153,6 +153,16 @@ def embedding_gemma(k: Keys) -> Architecture:
     return decoder(k, "embedding_gemma2", d, layers, tied=True, head=False, extra=tuple(outer))
 
 
+@family("t5gemma2_text", "t5gemma2_encoder", "t5gemma2_decoder")
+def t5gemma2_part(k: Keys) -> Architecture:
+    """One side of a T5Gemma 2: Gemma 3 without a head, and a vector for the token that ends an image."""
+    name = k.text("model_type")
+    if name != "t5gemma2_encoder":
+        k.data = {**k.data, "model_type": "gemma3_text", "tie_word_embeddings": True}
+    model = gemma3(k) if name == "t5gemma2_encoder" else plain(k)
+    return replace(model, family=name, outer=(*model.outer, Weight("embedding", (model.d_model,), "filter")))
+
+
 @family("t5gemma2")
 def t5gemma2(k: Keys) -> Architecture:
     """T5Gemma 2: Gemma 3 with its image tower as the encoder, and a decoder whose one attention looks at both; one

@@ -7,7 +7,7 @@ from .families_senses import waves
 from .ffns import dense
 from .mixers import gqa
 from .reader import Keys
-from .stacks import conv, layer, table, vector, whole
+from .stacks import conv, layer, looking, table, vector, whole
 from .weights import Architecture, Layer, Weight, matrix, norm
 
 
@@ -51,8 +51,9 @@ def sew(k: Keys) -> Architecture:
     elif k.flag("relative_attention"):
         if not k.flag("share_att_key"):
             raise ValueError(f"{k.where}.share_att_key: no weight table for projections of positions of their own")
-        outer += [table(2 * k.integer("position_buckets"), d)]
-        outer += norm(d, True) * ("layer_norm" in k.text("norm_rel_ebd"))
+        outer.append(table(2 * k.integer("position_buckets"), d))
+    if k.text("norm_rel_ebd", absent="") == "layer_norm":
+        outer += norm(d, True)
     return whole(k, d, k.integer("vocab_size"), [layer(k, d, heads, hidden)] * n, outer)
 
 
@@ -75,8 +76,6 @@ def conformers(k: Keys) -> Architecture:
     if k.text("model_type") == "wav2vec2-bert":
         inward = k.integer("feature_projection_input_dim")
         outer = norm(inward, True) + matrix("other", d, inward, True) + _masked(k, d)
-        if k.flag("use_intermediate_ffn_before_adapter", absent=False):
-            outer += dense(d, hidden, gated=False, bias=True)
         if positions == "relative_key":
             rows = k.integer("left_max_position_embeddings") + k.integer("right_max_position_embeddings") + 1
             more = (vector(rows, d // heads, part="attention"),)
@@ -100,7 +99,7 @@ def spectrogram(k: Keys) -> Architecture:
 
 # Whisper's encoder in other models: its positions are parameters, or not; what follows its layers.
 WHISPER = ("qwen2_audio_encoder", "audioflamingo3_encoder", "voxtral_encoder", "qwen2_5_omni_audio_encoder",
-           "qwen3_omni_moe_audio_encoder")
+           "qwen3_omni_moe_audio_encoder", "qwen3_asr_encoder", "glmasr_encoder", "moss_transcribe_diarize_audio")
 
 
 @family(*WHISPER)
@@ -111,40 +110,41 @@ def whisper_tower(k: Keys) -> Architecture:
     heads = k.integer("encoder_attention_heads", "num_attention_heads")
     hidden, bins = k.integer("encoder_ffn_dim", "intermediate_size"), k.integer("num_mel_bins")
     outer = norm(d, True)
-    if name == "qwen3_omni_moe_audio_encoder":
+    newer = name in ("qwen3_omni_moe_audio_encoder", "qwen3_asr_encoder")
+    if newer:
         wide, high = k.integer("downsample_hidden_size"), bins
         for columns in (1, wide, wide):
             outer += conv(wide, columns, 3, 3)
             high = (high + 1) // 2
-        outer += matrix("other", d, wide * high) + matrix("other", d, d, True)
+        outer += matrix("other", d, wide * high) + matrix("other", d, d, True) * ("omni" in name)
     else:
         outer += conv(d, bins, 3) + conv(d, d, 3)
-    if "omni" not in name:
+    if not newer and "omni" not in name and name != "glmasr_encoder":
         outer.append(table(k.integer("max_source_positions"), d))
-    else:
+    elif "omni" in name:
         out = k.integer("output_dim")
         outer += matrix("other", out, d, True) + [table(2, out)] * (name == "qwen2_5_omni_audio_encoder")
-    bias = "qkvo" if name == "qwen3_omni_moe_audio_encoder" else "qvo"
-    return whole(k, d, 1, [layer(k, d, heads, hidden, bias=bias)] * n, outer)
+    return whole(k, d, 1, [layer(k, d, heads, hidden, bias="qkvo" if newer else "qvo")] * n, outer)
 
 
-@family("parakeet_encoder", "lasr_encoder")
+@family("parakeet_encoder", "nemotron_asr_streaming_encoder", "lasr_encoder")
 def fast_conformer(k: Keys) -> Architecture:
     """Fast conformers: frames are made fewer by convolutions first; LASR's positions are rotary."""
     d, n, heads, hidden = _sizes(k)
     bias, convolved = k.flag("attention_bias"), k.flag("convolution_bias")
     bins, wide, side = (k.integer(key) for key in ("num_mel_bins", "subsampling_conv_channels",
                                                    "subsampling_conv_kernel_size"))
-    taps, relative = k.integer("conv_kernel_size"), k.text("model_type") == "parakeet_encoder"
+    taps, relative = k.integer("conv_kernel_size"), k.text("model_type") != "lasr_encoder"
     more = dense(d, hidden, gated=False, bias=bias) + norm(d, relative, 3) + norm(d, True)
     more += conv(2 * d, d, 1, bias=convolved) + conv(d, 1, taps, bias=convolved) + conv(d, d, 1, bias=convolved)
     if relative:
         more += matrix("attention", d, d) + [vector(heads, d // heads, part="attention")] * 2
-        factor, stride = k.integer("subsampling_factor"), k.integer("subsampling_conv_stride")
-        times = factor.bit_length() - 1
+        stride, times = k.integer("subsampling_conv_stride"), k.integer("subsampling_factor").bit_length() - 1
+        for _ in range(times):  # of a stream, padded by one more
+            bins = bins // stride + k.text("model_type").startswith("nemotron")
         outer = conv(wide, 1, side, side)
         outer += (conv(wide, 1, side, side) + conv(wide, wide, 1, 1)) * (times - 1)
-        outer += matrix("other", d, wide * (bins // stride**times), True)
+        outer += matrix("other", d, wide * bins, True)
     else:
         outer = matrix("other", d, bins, True) + conv(d, d, side) + conv(wide, d, side)
         outer += matrix("other", d, wide, True) + norm(d)
@@ -152,10 +152,33 @@ def fast_conformer(k: Keys) -> Architecture:
     return whole(k, d, 1, [own] * n, outer)
 
 
-@family("parakeet_ctc", "lasr_ctc")
+@family("granite_speech5_encoder", "granite_speech5_ctc")
+def granite_speech_next(k: Keys) -> Architecture:
+    """The fifth generation of Granite Speech's conformer under names of its own; four frames are stacked, and the
+    vocabulary is predicted halfway and at the end."""
+    if k.text("model_type") == "granite_speech5_ctc":
+        k = k.inside("encoder_config")
+    d, n, heads, hidden = _sizes(k)
+    inner, width, vocab = k.integer("conv_expansion_factor") * d, k.integer("head_dim"), k.integer("vocab_size")
+    own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), width=width, bias="o",
+                more=_granite(k, d, hidden, inner, k.integer("max_position_embeddings"), width))
+    outer = matrix("other", d, 4 * k.integer("num_mel_bins"), True)
+    outer += matrix("other", vocab, d, True) + matrix("other", d, vocab, True)
+    return whole(k, d, vocab, [own] * n, outer)
+
+
+def _granite(k: Keys, d: int, hidden: int, inner: int, distances: int, width: int) -> list[Weight]:
+    """The second FFN and the convolution of a layer, its norms, and a table of distances."""
+    found = dense(d, hidden, gated=False, bias=True) + norm(d, True, 3) + norm(inner, True)
+    found += conv(2 * inner, d, 1) + conv(inner, 1, k.integer("conv_kernel_size"), bias=False) + conv(d, inner, 1)
+    return [*found, vector(2 * distances + 1, width, part="attention")]
+
+
+@family("parakeet_ctc", "lasr_ctc", "omniasr_ctc")
 def ctc(k: Keys) -> Architecture:
     """An encoder and a head of the vocabulary for each frame."""
-    heard, vocab = fast_conformer(k.inside("encoder_config")), k.integer("vocab_size")
+    vocab = k.integer("vocab_size")
+    heard = omniasr(k.inside("audio_config")) if k.has("audio_config") else fast_conformer(k.inside("encoder_config"))
     head = matrix("head", vocab, heard.d_model, True)
     return whole(k, heard.d_model, vocab, heard.layers, (*heard.outer, *head), tied=False)
 
@@ -184,15 +207,95 @@ def canary(k: Keys) -> Architecture:
     return whole(k, d, vocab, heard.layers + said.layers, outer, tied)
 
 
-@family("granite_speech_encoder")
+@family("granite_speech_encoder", "granite_speech_plus_encoder")
 def granite_speech(k: Keys) -> Architecture:
     """Granite Speech's conformer: attention in blocks with learned distances, letters predicted halfway."""
     d, n, heads, width = (k.integer(key) for key in ("hidden_dim", "num_layers", "num_heads", "dim_head"))
     hidden, inner = k.integer("feedforward_mult") * d, k.integer("conv_expansion_factor") * d
     inward, out = k.integer("input_dim"), k.integer("output_dim")
-    more = dense(d, hidden, gated=False, bias=True) + norm(d, True, 3) + norm(inner, True)
-    more += conv(2 * inner, d, 1) + conv(inner, 1, k.integer("conv_kernel_size"), bias=False) + conv(d, inner, 1)
-    more.append(vector(2 * k.integer("max_pos_emb") + 1, width, part="attention"))
+    more = _granite(k, d, hidden, inner, k.integer("max_pos_emb"), width)
     own = layer(k, d, heads, hidden, width=width, bias="o", more=more)
     outer = matrix("other", d, inward, True) + matrix("other", out, d, True) + matrix("other", d, out, True)
     return whole(k, d, out, [own] * n, outer)
+
+
+@family("parakeet_rnnt", "nemotron_asr_streaming", "nemotron3_5_asr")
+def transducer(k: Keys) -> Architecture:
+    """A fast conformer, LSTMs over the words said so far, and a head on the sum of both; Nemotron 3.5's encoder is told
+    the language by a prompt."""
+    heard, vocab, low = fast_conformer(k.inside("encoder_config")), k.integer("vocab_size"), k.integer(
+        "decoder_hidden_size")
+    d = heard.d_model
+    outer = matrix("other", low, d, True) + matrix("other", low, low, True)
+    outer += [table(vocab, low), *matrix("head", vocab, low, True)]
+    cell = matrix("other", 4 * low, low, True) * 2
+    outer += cell * k.integer("num_decoder_layers")
+    if k.text("model_type") == "nemotron3_5_asr":
+        wide = k.integer("prompt_intermediate_size")
+        outer += matrix("other", wide, d + k.integer("num_prompts"), True) + matrix("other", d, wide, True)
+    return whole(k, d, vocab, heard.layers, [*heard.outer, *outer], tied=False)
+
+
+@family("nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio", "nemotron3_5_transcribe_word_timestamp")
+def nemotron_audio(k: Keys) -> Architecture:
+    """Nemotron's encoders of sound: stacked frames projected, a transformer whose queries and keys may have norms with
+    biases; the one that finds words in time spreads its states first."""
+    name = k.text("model_type")
+    d, n, heads, hidden = _sizes(k)
+    more = norm(d // heads, True, 2) if "diarization" not in name else []
+    own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), bias="o", more=more)
+    outer = norm(d, True, 2)
+    if name.endswith("timestamp"):
+        outer += conv(d, d, k.integer("upsampling_factor"))
+    else:
+        outer += matrix("other", d, k.integer("num_mel_bins") * k.integer("subsampling_factor"))
+    return whole(k, d, 1, [own] * n, outer)
+
+
+@family("omniasr_audio")
+def omniasr(k: Keys) -> Architecture:
+    """Omnilingual ASR's encoder: wav2vec 2.0's with a plain convolution over positions."""
+    d, n, heads, hidden = _sizes(k)
+    last, outer = waves(k, "layer")
+    outer += norm(last, True) + matrix("other", d, last, True) + norm(d, True)
+    outer += conv(d, d // k.integer("num_conv_pos_embedding_groups"), k.integer("num_conv_pos_embeddings"))
+    return whole(k, d, 1, [layer(k, d, heads, hidden)] * n, outer)
+
+
+@family("voxtral_realtime_encoder")
+def voxtral_realtime(k: Keys) -> Architecture:
+    """Voxtral's encoder of a stream: Whisper's convolutions, Llama's layers with some biases."""
+    d, n, heads, hidden = _sizes(k)
+    own = layer(k, d, heads, hidden, width=k.integer("head_dim"), bias="qvo", gated=True, ffn_bias=False,
+                norm_bias=False, more=[Weight("dense", (d,), "bias")])
+    return whole(k, d, 1, [own] * n, [*conv(d, k.integer("num_mel_bins"), 3), *conv(d, d, 3), *norm(d)])
+
+
+@family("fun_asr_nano_encoder")
+def fun_asr(k: Keys) -> Architecture:
+    """Fun-ASR-Nano's encoder: a convolution over time in each attention; the first layer reads stacked frames, the
+    last of both stages end in a norm."""
+    d, n, heads, hidden = _sizes(k)
+    inward, taps = k.integer("num_mel_bins") * k.integer("num_stacked_frames"), k.integer("fsmn_kernel_size")
+    own = layer(k, d, heads, hidden, more=conv(d, 1, taps, bias=False))
+    first, mixer = looking(inward, inward, heads, heads, k.divide("head_dim", d, heads), "qkv")
+    first = first[:-1] + matrix("attention", d, d, True) + conv(d, 1, taps, bias=False)
+    first += norm(inward, True) + norm(d, True) + dense(d, hidden, gated=False, bias=True)
+    stages = 2 if k.integer("num_timestamp_prediction_layers", minimum=0) else 1
+    return whole(k, d, 1, [Layer("dense", tuple(first), (mixer,)), *[own] * (n - 1)], norm(d, True) * stages)
+
+
+@family("dots3_note_audio_encoder")
+def dots_audio(k: Keys) -> Architecture:
+    """Dots 3's encoder of sound: three convolutions, gated FFNs with biases, an adapter."""
+    d, n, heads, hidden = _sizes(k)
+    wide, high, out = k.integer("downsample_hidden_size"), k.integer("feature_size"), k.integer("adapter_out_dim")
+    outer: list[Weight] = []
+    for columns in (1, wide, wide):
+        outer += conv(wide, columns, 3, 3)
+        high = (high + 1) // 2
+    outer += matrix("other", d, wide * high) + norm(d) + norm(d, True)
+    outer += matrix("other", out, d, True) + matrix("other", out, out, True)
+    own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), width=k.integer("head_dim"),
+                bias="qv" * k.flag("attention_bias") + "o", gated=True, norm_bias=False)
+    return whole(k, d, 1, [own] * n, outer)

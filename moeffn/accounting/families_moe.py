@@ -54,12 +54,13 @@ def every_layer(k: Keys) -> Architecture:
                    head_bias=norm_bias and k.flag("lm_head_bias", absent=False))
 
 
-@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum", "flint", "sdar_moe")
+@family("qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_text", "mellum", "flint", "sdar_moe",
+        "qwen3_omni_moe_talker_text")
 def qwen(k: Keys) -> Architecture:
     name = k.text("model_type")
     d, n = width_and_depth(k)
     heads, kv, width = heads_of(k, d)
-    second = name == "qwen2_moe"
+    second, talks = name == "qwen2_moe", name.endswith("talker_text")
     if second:
         bias = "qkv" if k.flag("qkv_bias", absent=True) else ""
     else:
@@ -67,8 +68,9 @@ def qwen(k: Keys) -> Architecture:
     sparse = first_dense(k, n) if name == "mellum" and k.has("mlp_layer_types") else sparse_step(k, n)
     experts = k.integer("num_experts", "num_local_experts")
     ffn = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"),
-              shared=k.integer("shared_expert_intermediate_size", minimum=0) if second or name == "flint" else 0,
-              shared_gate=second)
+              shared=(k.integer("shared_expert_intermediate_size", minimum=0)
+                      if second or talks or name == "flint" else 0),
+              shared_gate=second or talks)
     plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
     layers = [
         block("sparse" if on else "dense", gqa(d, heads, kv, width, bias=bias, qk_norm="" if second else "head",

@@ -7,11 +7,13 @@ from dataclasses import replace
 from .families import attention_bias, block, built, decoder, family, heads_of
 from .families_classic import classic
 from .families_encoders import ENCODERS, encoder
+from .families_senses import as_vision
 from .families_seq2seq import bart
 from .families_text import bert_layer
 from .ffns import dense
 from .mixers import gqa
 from .reader import Keys
+from .stacks import table, whole
 from .weights import Architecture, Layer, Weight, matrix, norm
 
 WITH_TRANSFORM = ("bert", "roberta", "camembert", "xlm-roberta")  # a projection and a norm before the head
@@ -88,22 +90,30 @@ def blip(k: Keys) -> Architecture:
     return decoder(k, "blip", d, layers, tied=True, final_norm=False, head_bias=True, extra=tuple(extra))
 
 
+@family("pix2struct_vision_model")
+def pix2struct_encoder(k: Keys) -> Architecture:
+    """Pix2Struct's encoder of image patches, with tables of their rows and columns."""
+    d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
+    own = block("dense", gqa(d, heads, heads, k.integer("d_kv")), dense(d, k.integer("d_ff")), norm(d, copies=2))
+    outer = matrix("other", d, k.integer("patch_embed_hidden_size"), True) + norm(d)
+    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), [*outer, *[table(k.integer("seq_len"), d)] * 2])
+
+
+@family("pix2struct_text_model")
+def pix2struct_decoder(k: Keys) -> Architecture:
+    """Pix2Struct's decoder: T5's, with an untied head."""
+    d, heads = k.integer("hidden_size"), k.integer("num_heads")
+    found, mixer = gqa(d, heads, heads, k.integer("d_kv"))
+    own = Layer("dense", tuple(found * 2 + dense(d, k.integer("d_ff")) + norm(d, copies=3)), (mixer,) * 2)
+    bias = Weight("attention", (k.integer("relative_attention_num_buckets"), heads), "filter")
+    return decoder(k, "pix2struct", d, [own] * k.integer("num_layers"), tied=False, extra=(bias,))
+
+
 @family("pix2struct")
 def pix2struct(k: Keys) -> Architecture:
     """Pix2Struct: a T5 whose encoder reads image patches; the figure holds both."""
-    v, t = k.inside("vision_config"), k.inside("text_config")
-    wide, heads, width = v.integer("hidden_size"), v.integer("num_attention_heads"), v.integer("d_kv")
-    mixed = gqa(wide, heads, heads, width)
-    layers = [block("dense", mixed, dense(wide, v.integer("d_ff")), norm(wide, copies=2))]
-    layers *= v.integer("num_hidden_layers")
-    extra = matrix("other", wide, v.integer("patch_embed_hidden_size"), True) + norm(wide)
-    extra += [Weight("embedding", (v.integer("seq_len"), wide), "table")] * 2
-    d, heads, width = t.integer("hidden_size"), t.integer("num_heads"), t.integer("d_kv")
-    found, mixer = gqa(d, heads, heads, width)
-    below = tuple(found * 2 + dense(d, t.integer("d_ff")) + norm(d, copies=3))
-    layers += [Layer("dense", below, (mixer,) * 2)] * t.integer("num_layers")
-    extra.append(Weight("attention", (t.integer("relative_attention_num_buckets"), heads), "filter"))
-    return decoder(t, "pix2struct", d, layers, tied=False, extra=tuple(extra))
+    seen, said = pix2struct_encoder(k.inside("vision_config")), pix2struct_decoder(k.inside("text_config"))
+    return replace(said, layers=seen.layers + said.layers, outer=(*seen.outer, *said.outer))
 
 
 @family("rag")
@@ -154,3 +164,17 @@ def evolla(k: Keys) -> Architecture:
     layers = [bert_layer(p, wide)] * p.integer("num_hidden_layers") + [gathers] * depth
     layers += [adapted if (i + 1) % every == 0 else own for i in range(n)]
     return decoder(k, "evolla", d, layers, tied=False, extra=tuple(outer))
+
+
+@family("pi0")
+def pi0(k: Keys) -> Architecture:
+    """PI0: a vision-language model and a narrower transformer for actions that shares its attention, both without a
+    head; the latter and projections of states, actions and times count as vision."""
+    said, acts = (built(Keys(k.inside(key).data, f"config.{key}")) for key in ("vlm_config", "dit_config"))
+    outer, more = ([w for w in model.outer if w.part != "head"] for model in (said, acts))
+    d = acts.d_model
+    for rows, columns in ((d, k.integer("max_state_dim")), (d, k.integer("max_action_dim")),
+                          (k.integer("max_action_dim"), d), (d, 2 * d), (d, d)):
+        more += matrix("other", rows, columns, True)
+    layers = tuple(replace(one, weights=as_vision(one.weights)) for one in acts.layers)
+    return replace(said, family="pi0", layers=said.layers + layers, outer=(*outer, *as_vision(more)), tied=True)

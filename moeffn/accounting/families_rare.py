@@ -10,6 +10,7 @@ from .families_gemma import gemma4
 from .ffns import dense
 from .mixers import gqa
 from .reader import Keys
+from .stacks import whole
 from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
 
@@ -127,29 +128,42 @@ def moshi(k: Keys) -> Architecture:
                    extra=(Weight("embedding", (rows, d), "table"),))
 
 
+BLT = ("patcher", "local_encoder", "global_transformer", "local_decoder")
+
+
+@family(*(f"blt_{part}" for part in BLT))
+def blt_part(k: Keys) -> Architecture:
+    """One of the four transformers of a BLT; the local ones attend to patches in a layer, or in all, and project."""
+    part = k.text("model_type").removeprefix("blt_")
+    d, n = width_and_depth(k)
+    heads, kv = k.integer("num_attention_heads"), k.integer("num_key_value_heads")
+    mixed = gqa(d, heads, kv, k.integer("head_dim") if k.has("head_dim") else k.divide("head_dim", d, heads))
+    layers = [block("dense", mixed, dense(d, k.integer("intermediate_size")), norm(d, copies=2))] * n
+    outer: list[Weight] = []
+    if part.startswith("local"):
+        crossed = n if k.flag("cross_attn_all_layers", absent=False) else 1
+        layers += [Layer("dense", (*mixed[0], *norm(d, copies=2)), (mixed[1],))] * crossed
+        inward = d if part == "local_encoder" else k.integer("hidden_size_global")
+        outer += matrix("other", d * k.integer("cross_attn_k"), inward)
+    if part in ("patcher", "local_encoder"):
+        outer.append(Weight("embedding", (k.integer("vocab_size"), d), "table"))
+    if part in ("patcher", "local_decoder"):
+        outer += norm(d)
+    if part == "patcher":
+        outer += matrix("other", k.integer("vocab_size"), d)
+    return whole(k, d, k.integer("vocab_size", absent=1), layers, outer)
+
+
 @family("blt")
 def blt(k: Keys) -> Architecture:
     """Byte latent transformer: bytes are patched by a small model, encoded, modelled as patches and decoded."""
-    stacks = {key: k.inside(f"{key}_config") for key in ("patcher", "encoder", "global", "decoder")}
-    d, wide = stacks["encoder"].integer("hidden_size"), stacks["global"].integer("hidden_size")
-    layers, extra = [], []
-    for key, s in stacks.items():
-        own, n = s.integer("hidden_size"), s.integer("num_hidden_layers")
-        heads, kv = s.integer("num_attention_heads"), s.integer("num_key_value_heads")
-        width = s.integer("head_dim") if s.has("head_dim") else s.divide("head_dim", own, heads)
-        mixed = gqa(own, heads, kv, width)
-        layers += [block("dense", mixed, dense(own, s.integer("intermediate_size")), norm(own, copies=2))] * n
-        if key in ("encoder", "decoder"):
-            crossed = n if s.flag("cross_attn_all_layers", absent=False) else 1
-            layers += [Layer("dense", (*mixed[0], *norm(own, copies=2)), (mixed[1],))] * crossed
-            extra += matrix("other", own * s.integer("cross_attn_k"), own if key == "encoder" else wide)
-        if key == "patcher":
-            rows = s.integer("vocab_size")
-            extra += [Weight("embedding", (rows, own), "table"), *norm(own), *matrix("other", rows, own)]
+    stacks = [blt_part(k.inside(f"{key}_config")) for key in ("patcher", "encoder", "global", "decoder")]
+    d, vocab = stacks[1].d_model, k.integer("vocab_size")
     sizes = len(k.indices("encoder_hash_byte_group_size", required=True))
     hashes = k.integer("encoder_hash_byte_group_nb_functions") * sizes * k.integer("encoder_hash_byte_group_vocab")
-    extra.append(Weight("embedding", (hashes, d), "table"))
-    return decoder(k, "blt", d, layers, tied=False, extra=tuple(extra))
+    outer = [w for stack in stacks for w in stack.outer]
+    outer += [Weight("embedding", (hashes, d), "table"), *matrix("head", vocab, stacks[3].d_model)]
+    return whole(k, d, vocab, [one for stack in stacks for one in stack.layers], outer, tied=False)
 
 
 @family("gemma4_assistant", "gemma4_unified_assistant")
@@ -161,6 +175,17 @@ def gemma4_assistant(k: Keys) -> Architecture:
         raise ValueError("config.use_ordered_embeddings: an assistant with ordered embeddings has no weight table")
     more = matrix("other", d, 2 * wide) + matrix("other", wide, d)
     return replace(text, family=k.text("model_type"), outer=(*text.outer, *more))
+
+
+@family("muse_glimmer_assistant")
+def muse_glimmer_assistant(k: Keys) -> Architecture:
+    """Muse Glimmer's drafting model: Qwen3's layers, fed by a projection of several of the target's states; table and
+    head are the target's."""
+    d, n = width_and_depth(k)
+    mixed = gqa(d, *heads_of(k, d), bias=attention_bias(k), qk_norm="head")
+    own = block("dense", mixed, dense(d, k.integer("intermediate_size")), norm(d, copies=2))
+    states = len(k.indices("target_layer_ids", required=True))
+    return whole(k, d, 1, [own] * n, [*matrix("other", d, states * d), *norm(d, copies=2)])
 
 
 @family("xlstm")

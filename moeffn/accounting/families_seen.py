@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .families import family
+from .families_encoders import encoder
 from .families_senses import as_vision
 from .families_text import bert_layer
 from .ffns import dense
@@ -84,6 +85,60 @@ def flava(k: Keys) -> Architecture:
     layers = [replace(one, weights=as_vision(one.weights)) for one in image.layers + both.layers]
     return whole(k, text.d_model, text.vocab, [*text.layers, *layers],
                  [*text.outer, *as_vision([*image.outer, *both.outer, *outer])])
+
+
+@family("aimv2_text_model", "aimv2_vision_model")
+def aimv2(k: Keys) -> Architecture:
+    """AIMv2's sides: gated FFNs, norms without biases; an image's states may be pooled by an attention."""
+    d, bias = k.integer("hidden_size"), k.flag("qkv_bias")
+    own = layer(k, d, k.integer("num_attention_heads"), k.integer("intermediate_size"), bias="qkvo" * bias, gated=True,
+                ffn_bias=k.flag("mlp_bias"), norm_bias=False)
+    layers, outer = [own] * k.integer("num_hidden_layers"), norm(d)
+    if k.text("model_type") == "aimv2_text_model":
+        vocab = k.integer("vocab_size")
+        return whole(k, d, vocab, layers, [*outer, table(vocab, d), table(k.integer("max_position_embeddings"), d)])
+    patch = k.integer("patch_size")
+    outer += matrix("other", d, k.integer("num_channels") * patch**2, True) + norm(d)
+    if not k.flag("is_native"):
+        outer.append(table((k.integer("image_size") // patch) ** 2, d))
+    if k.flag("use_head"):
+        outer += [vector(d), *matrix("other", d, d, bias) * 2, *matrix("other", d, d, True)]
+    return whole(k, d, 1, layers, outer)
+
+
+@family("timesformer")
+def timesformer(k: Keys) -> Architecture:
+    """TimeSformer: attention over time and over space in each layer, or over one of them, or both at once."""
+    d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
+    kind, bias = k.text("attention_type"), "qkv" * k.flag("qkv_bias") + "o"
+    twice = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=bias) if kind == "divided_space_time" else None
+    own = layer(k, d, heads, k.integer("intermediate_size"), bias=bias, looks=twice,
+                more=matrix("attention", d, d, True) if twice else [])
+    outer = _seen(k, d) + norm(d, True) + [table(k.integer("num_frames"), d)] * (kind != "space_only")
+    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), outer)
+
+
+@family("bridgetower")
+def bridgetower(k: Keys) -> Architecture:
+    """BridgeTower: RoBERTa and a vision transformer, and layers in which text and image attend to each other, linked to
+    the towers' last layers by sums and norms."""
+    t, v = k.inside("text_config"), k.inside("vision_config")
+    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    text, wide = encoder(t), v.integer("hidden_size")
+    if (k.text("link_tower_type") != "add" or k.flag("share_link_tower_layers") or v.flag("remove_last_layer")
+            or not (k.flag("share_cross_modal_transformer_layers") and v.flag("share_layernorm"))):
+        raise ValueError(f"{k.where}.link_tower_type: only added links, shared transforms and norms have a table")
+    seen = layer(v, wide, wide // 64, 4 * wide)  # heads of 64, as CLIP's
+    own = layer(k, d, heads, 4 * d, looks=gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo"))
+    patch = v.integer("patch_size")
+    outer = [*matrix("other", wide, v.integer("num_channels") * patch**2), vector(wide), *norm(wide, True, 2)]
+    outer.append(table((v.integer("image_size") // patch) ** 2 + 1, wide))
+    layers = [replace(one, weights=as_vision(one.weights)) for one in [seen] * v.integer("num_hidden_layers")]
+    more = matrix("other", d, text.d_model, True) + matrix("other", d, wide, True) + [table(2, d)]
+    more += matrix("other", d, d, True) * 2 + norm(d, True) * (2 + 2 * (n - 1))
+    crossed = [replace(own, weights=as_vision(own.weights))] * (2 * n)
+    return whole(k, text.d_model, text.vocab, [*text.layers, *layers, *crossed],
+                 [*text.outer, *as_vision([*outer, *more])])
 
 
 @family("blip_2_qformer", "instructblip_qformer", "instructblipvideo_qformer")

@@ -52,8 +52,10 @@ VIT = {
                      "chinese_clip_vision_model", "owlvit_vision_model", "owlv2_vision_model", "git_vision_model",
                      "kosmos_2_vision_model"), Patches(patch_bias=False, bias_key="", before=1)),
     **dict.fromkeys(("siglip_vision_model", "siglip2_vision_model", "idefics2_vision", "idefics3_vision",
-                     "smolvlm_vision"), Patches(tokens=0, bias_key="")),
+                     "smolvlm_vision", "phi4_multimodal_vision"), Patches(tokens=0, bias_key="")),
+    "pixio": Patches(),
     "blip_vision_model": Patches(bias_key=""),
+    **dict.fromkeys(("beit", "data2vec-vision"), Patches(positions=False, bias_key="", bias="qv", scales=2)),
     **dict.fromkeys(("blip_2_vision_model", "instructblip_vision_model", "instructblipvideo_vision_model"), Patches()),
 }
 
@@ -69,11 +71,28 @@ def _grid(k: Keys, key: str, frames: bool) -> list[int]:
     return found
 
 
+HEADS = ("siglip_vision_model", "siglip2_vision_model", "phi4_multimodal_vision")  # may end in a pooling attention
+
+
+def _beit(k: Keys, p: Patches) -> Patches:
+    """BEiT's options."""
+    for key in ("use_relative_position_bias", "use_shared_relative_position_bias"):
+        if k.flag(key):
+            raise ValueError(f"{k.where}.{key}: no weight table for biases of relative positions")
+    after = 0 if k.text("model_type") == "data2vec-vision" and k.flag("use_mean_pooling") else 1
+    return replace(p, positions=k.flag("use_absolute_position_embeddings"), extra=int(k.flag("use_mask_token")),
+                   scales=2 * (k.number("layer_scale_init_value") > 0), after=after)
+
+
 @family(*VIT)
 def vit(k: Keys) -> Architecture:
     """Vision transformers: patches projected by one matrix, attention and FFNs with biases behind norms."""
     name = k.text("model_type")
     p = VIT[name]
+    if name in ("beit", "data2vec-vision"):
+        p = _beit(k, p)
+    elif name == "pixio":
+        p = replace(p, tokens=k.integer("n_cls_tokens"))
     d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
     frames = name in ("vivit", "videomae")
     patch = _grid(k, _patch_key(name), frames)
@@ -91,7 +110,7 @@ def vit(k: Keys) -> Architecture:
         outer += matrix("other", k.integer("pooler_output_size", absent=d), d, True)
     layer = block("dense", gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=_biases(k, name, p)),
                   _ffn(k, name, d), norm(d, True, 2) + [_filter("other", d)] * p.scales)
-    if name in ("siglip_vision_model", "siglip2_vision_model") and k.flag("vision_use_head", absent=True):
+    if name in HEADS and k.flag("vision_use_head", absent=True):
         hidden = k.integer("intermediate_size")
         outer += [_filter("other", d), *gqa(d, heads, heads, d // heads, bias="qkvo")[0], *norm(d, True)]
         outer += dense(d, hidden, gated=False, bias=True)
@@ -112,7 +131,7 @@ def _biases(k: Keys, name: str, p: Patches) -> str:
 def _ffn(k: Keys, name: str, d: int) -> list[Weight]:
     if name == "dinov3_vit":
         return dense(d, k.integer("intermediate_size"), gated=k.flag("use_gated_mlp"), bias=k.flag("mlp_bias"))
-    if not name.startswith("dinov2"):
+    if not name.startswith("dinov2") and name != "pixio":
         return dense(d, k.integer("intermediate_size"), gated=False, bias=True)
     hidden = int(d * k.number("mlp_ratio"))
     if k.flag("use_swiglu_ffn", absent=False):
@@ -163,8 +182,18 @@ def wav2vec2(k: Keys) -> Architecture:
     return base(k, name, d, [layer] * n, outer, k.integer("vocab_size"))
 
 
+@family("pixtral")
+def pixtral(k: Keys) -> Architecture:
+    """Pixtral's tower: Llama's layers over patches, positions by rotation."""
+    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads))
+    layer = block("dense", mixed, dense(d, k.integer("intermediate_size")), norm(d, copies=2))
+    pixels = k.integer("num_channels") * k.integer("patch_size") ** 2
+    return base(k, "pixtral", d, [layer] * n, [*matrix("other", d, pixels), *norm(d)], 1)
+
+
 @family("clip", "siglip", "siglip2", "metaclip_2", "chinese_clip", "altclip", "clipseg", "owlvit", "owlv2",
-        "vision-text-dual-encoder")
+        "aimv2", "vision-text-dual-encoder")
 def contrast(k: Keys) -> Architecture:
     """Encoders of text and of images side by side, with projections into one space (SigLIP: without); all but the
     text's count as vision."""

@@ -75,8 +75,8 @@ def nllb(k: Keys) -> Architecture:
     return decoder(k, "nllb_moe", d, layers, tied=True, norm_bias=True, extra=tuple(norm(d, True)))
 
 
-NORMS_OF_A_STACK = {"mbart": 2, "marian": 0}
-POSITIONS = {"bart": 2, "mbart": 2, "mvp": 2, "plbart": 2}  # rows beyond the positions
+NORMS_OF_A_STACK = {"mbart": 2, "marian": 0, "pp_formulanet_text": 2}
+POSITIONS = {"bart": 2, "mbart": 2, "mvp": 2, "plbart": 2, "pp_formulanet_text": 2}  # rows beyond the positions
 NO_POSITIONS = ("m2m_100", "pegasus_x", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
 
 
@@ -127,6 +127,12 @@ def bart(k: Keys, stacks: tuple[str, ...] = ("encoder", "decoder")) -> Architect
             extra += [Weight("other", (rows, inward, length), "filter"), Weight("other", (rows,), "bias")]
             inward = wide // 2
     return decoder(k, name, d, layers, tied=True, final_norm=False, extra=tuple(extra))
+
+
+@family("pp_formulanet_text")
+def formulas(k: Keys) -> Architecture:
+    """PP-FormulaNet's decoder of formulas: mBART's."""
+    return bart(k, stacks=("decoder",))
 
 
 @family("prophetnet", "xlm-prophetnet")
