@@ -90,13 +90,15 @@ def blip(k: Keys) -> Architecture:
     return decoder(k, "blip", d, layers, tied=True, final_norm=False, head_bias=True, extra=tuple(extra))
 
 
-@family("pix2struct_vision_model")
+@family("pix2struct_vision_model", "kosmos_2_5_vision_model")
 def pix2struct_encoder(k: Keys) -> Architecture:
     """Pix2Struct's encoder of image patches, with tables of their rows and columns."""
     d, heads = k.integer("hidden_size"), k.integer("num_attention_heads")
-    own = block("dense", gqa(d, heads, heads, k.integer("d_kv")), dense(d, k.integer("d_ff")), norm(d, copies=2))
+    own = block("dense", gqa(d, heads, heads, k.integer("d_kv", "head_dim")),
+                dense(d, k.integer("d_ff", "intermediate_size")), norm(d, copies=2))
+    places = [table(k.integer("seq_len", "max_num_patches"), d)] * 2
     outer = matrix("other", d, k.integer("patch_embed_hidden_size"), True) + norm(d)
-    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), [*outer, *[table(k.integer("seq_len"), d)] * 2])
+    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), [*outer, *places])
 
 
 @family("pix2struct_text_model")

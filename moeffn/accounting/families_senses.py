@@ -53,6 +53,15 @@ VIT = {
                      "kosmos_2_vision_model"), Patches(patch_bias=False, bias_key="", before=1)),
     **dict.fromkeys(("siglip_vision_model", "siglip2_vision_model", "idefics2_vision", "idefics3_vision",
                      "smolvlm_vision", "phi4_multimodal_vision"), Patches(tokens=0, bias_key="")),
+    **dict.fromkeys(("paddleocr_vl_vision", "cosmos3_edge_vision", "kimi_k25_vision"), Patches(tokens=0, bias_key="")),
+    "janus_vision_model": Patches(tokens=0, bias_key="attention_bias"),
+    "video_llama_3_vision": Patches(tokens=0, positions=False, bias_key=""),
+    "ernie4_5_vl_moe_vision": Patches(tokens=0, positions=False, patch_bias=False, bias_key=""),
+    "minimax_m3_vl_vision": Patches(tokens=0, positions=False, patch_bias=False, bias_key="", before=1, after=0),
+    **dict.fromkeys(("muse_spark_vision", "muse_glimmer_vision"),
+                    Patches(tokens=0, patch_bias=False, bias_key="", before=1)),
+    "mlcd_vision_model": Patches(positions=False, patch_bias=False, bias_key="", before=1),
+    "tipsv2_vision_model": Patches(extra=1, scales=2),
     "pixio": Patches(),
     "blip_vision_model": Patches(bias_key=""),
     **dict.fromkeys(("beit", "data2vec-vision"), Patches(positions=False, bias_key="", bias="qv", scales=2)),
@@ -71,7 +80,19 @@ def _grid(k: Keys, key: str, frames: bool) -> list[int]:
     return found
 
 
+TEMPORAL = ("minimax_m3_vl_vision", "muse_spark_vision", "muse_glimmer_vision")  # patches of several frames
+REGISTERS = ("dinov2_with_registers", "dinov3_vit", "tipsv2_vision_model")
 HEADS = ("siglip_vision_model", "siglip2_vision_model", "phi4_multimodal_vision")  # may end in a pooling attention
+
+
+def _places(k: Keys, patch: list[int], frames: bool) -> int:
+    """Positions of patches: as many as the config says, or as an image has."""
+    if k.has("num_patches"):
+        return k.integer("num_patches")
+    if k.has("pos_emb_height"):
+        return k.integer("pos_emb_height") * k.integer("pos_emb_width")
+    image = _grid(k, "image_size", frames)
+    return prod(side // size for side, size in zip(image, patch, strict=True))
 
 
 def _beit(k: Keys, p: Patches) -> Patches:
@@ -93,18 +114,22 @@ def vit(k: Keys) -> Architecture:
         p = _beit(k, p)
     elif name == "pixio":
         p = replace(p, tokens=k.integer("n_cls_tokens"))
-    d, n, heads = k.integer("hidden_size"), k.integer("num_hidden_layers"), k.integer("num_attention_heads")
+    d, n = k.integer("hidden_size"), k.integer("num_hidden_layers", "depth")
+    heads = k.integer("num_attention_heads", "num_heads")
+    if k.flag("use_qk_norm", absent=False):
+        raise ValueError(f"{k.where}.use_qk_norm: no weight table for norms of queries and keys")
     frames = name in ("vivit", "videomae")
     patch = _grid(k, _patch_key(name), frames)
-    if name == "siglip2_vision_model":
-        count = k.integer("num_patches")
-    else:
-        image = _grid(k, "image_size", frames)
-        count = prod(side // size for side, size in zip(image, patch, strict=True))
-    outer = matrix("other", d, k.integer("num_channels", absent=3) * prod(patch), p.patch_bias)
-    registers = k.integer("num_register_tokens", minimum=0) if name.startswith("dinov") and name != "dinov2" else 0
+    pixels = k.integer("num_channels", "in_channels", absent=3) * prod(patch)
+    if name in TEMPORAL:
+        pixels *= k.integer("temporal_patch_size", "patch_temporal")
+    outer = matrix("other", d, pixels, p.patch_bias)
+    registers = k.integer("num_register_tokens", minimum=0) if name in REGISTERS else 0
     outer += [_filter("other", d)] * (p.tokens + p.extra + registers)
-    outer += [Weight("embedding", (count + p.tokens, d), "table")] * p.positions
+    if p.positions:
+        outer.append(Weight("embedding", (_places(k, patch, frames) + p.tokens, d), "table"))
+    if name == "mlcd_vision_model":  # an angle for each pair of channels of a head
+        outer.append(_filter("other", d // heads // 2))
     outer += norm(d, True, p.before + p.after)
     if p.pooler:
         outer += matrix("other", k.integer("pooler_output_size", absent=d), d, True)
@@ -131,7 +156,7 @@ def _biases(k: Keys, name: str, p: Patches) -> str:
 def _ffn(k: Keys, name: str, d: int) -> list[Weight]:
     if name == "dinov3_vit":
         return dense(d, k.integer("intermediate_size"), gated=k.flag("use_gated_mlp"), bias=k.flag("mlp_bias"))
-    if not name.startswith("dinov2") and name != "pixio":
+    if not name.startswith("dinov2") and name not in ("pixio", "tipsv2_vision_model", "janus_vision_model"):
         return dense(d, k.integer("intermediate_size"), gated=False, bias=True)
     hidden = int(d * k.number("mlp_ratio"))
     if k.flag("use_swiglu_ffn", absent=False):
@@ -193,7 +218,7 @@ def pixtral(k: Keys) -> Architecture:
 
 
 @family("clip", "siglip", "siglip2", "metaclip_2", "chinese_clip", "altclip", "clipseg", "owlvit", "owlv2",
-        "aimv2", "vision-text-dual-encoder")
+        "aimv2", "tipsv2", "vision-text-dual-encoder")
 def contrast(k: Keys) -> Architecture:
     """Encoders of text and of images side by side, with projections into one space (SigLIP: without); all but the
     text's count as vision."""
@@ -202,7 +227,7 @@ def contrast(k: Keys) -> Architecture:
     text = encoder(caption, decodes=True) if name == "chinese_clip" else built(caption)
     seen = built(image)
     outer = [*seen.outer, *[_filter("vision", 1)] * (2 if name.startswith("siglip") else 1)]
-    if not name.startswith("siglip"):
+    if not name.startswith("siglip") and name != "tipsv2":
         width = k.integer("projection_dim")
         wide = caption.integer("project_dim") if name == "altclip" else text.d_model
         outer += matrix("vision", width, wide) + matrix("vision", width, seen.d_model)

@@ -210,7 +210,8 @@ def layoutlmv3(k: Keys) -> Architecture:
 
 
 CAPTIONS = ("clip_text_model", "clipseg_text_model", "metaclip_2_text_model", "xclip_text_model", "owlvit_text_model",
-            "owlv2_text_model", "groupvit_text_model", "siglip_text_model", "siglip2_text_model", "tipsv2_text_model")
+            "owlv2_text_model", "groupvit_text_model", "siglip_text_model", "siglip2_text_model", "tipsv2_text_model",
+            "videoprism_text_model")
 
 
 @family(*CAPTIONS)
@@ -220,7 +221,11 @@ def captions(k: Keys) -> Architecture:
     d, n = width_and_depth(k)
     vocab = k.integer("vocab_size")
     outer = [_table(vocab, d), *norm(d, True)]
-    if name != "tipsv2_text_model":
+    if name == "videoprism_text_model":
+        if not k.flag("qkv_bias"):
+            raise ValueError(f"{k.where}.qkv_bias: expected true, for which there is a weight table")
+        outer.append(_filter("other", d))
+    elif name != "tipsv2_text_model":
         outer.append(_table(k.integer("max_position_embeddings"), d))
     if name.startswith("siglip"):
         outer += matrix("other", k.integer("projection_size", absent=d), d, True)

@@ -24,9 +24,9 @@ ALONE: dict[str, tuple[Table, str]] = {
     **{name: (_alone(towers.qwen2_5_vl), "depth") for name in ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")},
     **{name: (_alone(towers.qwen3_vl), "depth")
        for name in ("qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision",
-                    "qwen3_omni_moe_vision_encoder", "qwen4_exp_vision")},
+                    "qwen3_omni_moe_vision_encoder", "qwen4_exp_vision", "cohere_compass_vision")},
     **{name: (_alone(towers.glm4v), "depth") for name in ("glm4v_vision", "glm4v_moe_vision")},
-    "internvl_vision": (towers.intern, "num_hidden_layers"),
+    **{name: (towers.intern, "num_hidden_layers") for name in ("internvl_vision", "qianfan_ocr_vision")},
     "llama4_vision_model": (_alone(towers.llama4), "num_hidden_layers"),
 }
 
