@@ -31,6 +31,8 @@ NAMED = {
     "timesfm2_5": "TimesFm2_5ModelForPrediction", "clvp": "ClvpModelForConditionalGeneration",
     "blip_text_model": "BlipTextLMHeadModel", "evolla": "EvollaForProteinText2Text", "parakeet_ctc": "ParakeetForCTC",
     "lasr_ctc": "LasrForCTC", "blt_patcher": "BltPatcher", "omniasr_ctc": "OmniASRForCTC",
+    "pocket_tts": "PocketTTSForConditionalGeneration",
+    "gradium_phonon_tts": "GradiumPhononTTSForConditionalGeneration",
 }
 
 
@@ -57,7 +59,7 @@ def _own_class(config):
     """The class beside the config's own that no automatic class names."""
     beside = vars(_beside(config))
     for ending in ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model", "Encoder", "Decoder", "Transformer",
-                   "ForRetrieval"):
+                   "ForRetrieval", "ForDecision", "Resampler"):
         for name, cls in beside.items():
             if getattr(cls, "config_class", None) is type(config) and name.endswith(ending) and "PreT" not in name:
                 return cls

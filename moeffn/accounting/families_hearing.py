@@ -299,3 +299,44 @@ def dots_audio(k: Keys) -> Architecture:
     own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), width=k.integer("head_dim"),
                 bias="qv" * k.flag("attention_bias") + "o", gated=True, norm_bias=False)
     return whole(k, d, 1, [own] * n, outer)
+
+
+@family("gemma4_audio", "gemma3n_audio")
+def gemma_audio(k: Keys) -> Architecture:
+    """Gemma's conformers: norms of one vector before and after each part, a scale of the queries' channels."""
+    first = k.text("model_type") == "gemma3n_audio"
+    prefix = "conf_" if first else ""
+    d, n, heads = k.integer("hidden_size"), *(k.integer(f"{prefix}num_{key}") for key in ("hidden_layers",
+                                                                                          "attention_heads"))
+    channels = k.indices("sscp_conv_channel_size" if first else "subsampling_conv_channels", required=True)
+    outer: list[Weight] = []
+    for rows, columns in zip(channels, [1, *channels], strict=False):
+        outer += conv(rows, columns, 3, 3, bias=False) + norm(rows)
+    if first:
+        if k.data.get("sscp_conv_kernel_size") != [[3, 3]] * 2 or k.data.get("sscp_conv_stride_size") != [[2, 2]] * 2:
+            raise ValueError(f"{k.where}.sscp_conv_kernel_size: a weight table for kernels of 3 and steps of 2 alone")
+        high = (k.integer("input_feat_size") + 3) // 4
+    else:
+        high = channels[0] // 4
+        outer += matrix("other", k.integer("output_proj_dims"), d, True)
+    outer += matrix("other", d, high * channels[-1])
+    more = dense(d, 4 * d, gated=False) + matrix("attention", d, d) + [vector(d // heads, part="attention")]
+    more += conv(d, 1, k.integer(f"{prefix}conv_kernel_size"), bias=False) + matrix("other", 2 * d, d)
+    more += matrix("other", d, d)
+    own = layer(k, d, heads, 4 * d, bias="", ffn_bias=False, norm_bias=False, norms=9, more=more)
+    return whole(k, d, 1, [own] * n, outer)
+
+
+@family("phi4_multimodal_audio")
+def phi_audio(k: Keys) -> Architecture:
+    """Phi-4's conformer: gated FFNs with biases, three pointwise convolutions, a table of distances."""
+    d, heads, hidden = k.integer("hidden_size"), k.integer("num_attention_heads"), k.integer("intermediate_size")
+    wide, bins, times = k.integer("nemo_conv_channels"), k.integer("input_size"), k.integer("time_reduction")
+    inner, out, taps = d * k.integer("depthwise_multiplier"), k.integer("ext_pw_out_channel"), k.integer("kernel_size")
+    outer, steps = conv(wide, 1, 3, 3), times.bit_length() - 1
+    outer += (conv(wide, 1, 3, 3) + conv(wide, wide, 1, 1)) * (steps - 1)
+    outer += matrix("other", d, wide * -(-bins // times), True)
+    outer.append(table(k.integer("bias_max_distance") * (1 if k.flag("bias_symmetric") else 2), heads))
+    more = dense(d, hidden, bias=True) + norm(d, True, 3) + [vector(out)] * 2 + conv(2 * out, d, 1)
+    more += conv(inner, 1, taps) + conv(k.integer("depthwise_separable_out_channel"), inner, 1) + conv(out, d, 1)
+    return whole(k, d, 1, [layer(k, d, heads, hidden, gated=True, more=more)] * k.integer("num_blocks"), outer)

@@ -180,3 +180,12 @@ def pi0(k: Keys) -> Architecture:
         more += matrix("other", rows, columns, True)
     layers = tuple(replace(one, weights=as_vision(one.weights)) for one in acts.layers)
     return replace(said, family="pi0", layers=said.layers + layers, outer=(*outer, *as_vision(more)), tied=True)
+
+
+@family("jev")
+def jev(k: Keys) -> Architecture:
+    """JEV: a language model without its head, and a projection to the answers of its questions."""
+    model = built(Keys(k.inside("text_config").data, "config.text_config"))
+    outer = tuple(w for w in model.outer if w.part != "head")
+    return replace(model, family="jev", tied=True, outer=(
+        *outer, *matrix("other", k.integer("num_verbalizers"), model.d_model, True)))

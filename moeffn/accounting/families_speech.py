@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from .families import attention_bias, built, family, heads_of, width_and_depth
 from .families_senses import wave
 from .ffns import dense
@@ -252,3 +254,35 @@ def code_predictor(k: Keys) -> Architecture:
                 ffn_bias=False, norm_bias=False, more=norm(width) * 2)
     outer = [*[table(vocab, d)] * codes, *norm(d), *matrix("head", vocab, d) * codes]
     return whole(k, d, vocab, [own] * n, outer, tied=False)
+
+
+def _flow(k: Keys) -> list[Weight]:
+    """A head that makes a continuous frame from noise in steps: residual blocks whose scales come from the step."""
+    d, low, times = k.integer("hidden_size"), k.integer("latent_dim"), k.integer("frequency_embedding_size")
+    step = matrix("head", d, times, True) + matrix("head", d, d, True) + norm(d)
+    block = matrix("head", d, d, True) * 2 + matrix("head", 3 * d, d, True) + norm(d, True)
+    found = matrix("head", d, low, True) + matrix("head", d, k.integer("condition_dim"), True)
+    found += block * k.integer("num_hidden_layers")
+    found += step * (2 if k.text("flow_type") == "lsd" else 0)  # its beginning and its end
+    sizes = [2, *[k.integer("loss_weighting_hidden_size")] * k.integer("loss_weighting_num_layers"), 1]
+    for columns, rows in pairwise(sizes):
+        found += matrix("head", rows, columns, True)
+    return [*found, *matrix("head", 2 * d, d, True), *matrix("head", low, d, True)]
+
+
+@family("pocket_tts", "gradium_phonon_tts")
+def flow_tts(k: Keys) -> Architecture:
+    """Decoders of words and continuous frames with a flow as their head, in all that training holds."""
+    d, n = width_and_depth(k)
+    heads, kv, width = heads_of(k, d)
+    own = layer(k, d, heads, k.integer("intermediate_size"), kv=kv, width=width, bias=attention_bias(k), ffn_bias=False)
+    low, vocab = k.integer("latent_dim"), k.integer("vocab_size")
+    outer = [vector(low), table(vocab, d), *norm(d, True), *matrix("other", d, low), *matrix("head", 1, d, True)]
+    if k.text("model_type") == "pocket_tts":
+        outer += matrix("other", d, low)
+    else:
+        voices = k.integer("num_speakers_embedding_dim")
+        for columns in (k.integer("audio_prompt_dim"), voices, k.integer("duration_delta_embedding_dim")):
+            outer += matrix("other", d, columns)
+        outer.append(table(k.integer("num_speakers_vocab_size"), voices))
+    return whole(k, d, vocab, [own] * n, [*outer, *_flow(k.inside("flow_head_config"))], tied=False)

@@ -21,7 +21,7 @@ RULES = (
     ("vision", r"vision|visual(?!_attention)|multi_modal_projector|audio_tower|image_encoder|codec_model|tokens_extend|"
                r"vqmodel|^audio_encoder|audio_mlp|audio_(input|post_attention)_layernorm"),
     ("head", r"(^|\.)(lm_heads?(\.\d+)?|lm_loss|embed_out|output_projection|audio_lm_head|codebooks_head|logits_dense|"
-             r"proj_out|codec_head|ctc_head|joint\.head)\.|^(output|head)\.(weight|bias)$|predictions\.bias"),
+             r"proj_out|codec_head|ctc_head|joint\.head|flow_head|eos_head)\.|^(output|head)\.(weight|bias)$|predictions\.bias"),
     ("shared_gate", r"shared_expert_gate"),
     ("norm", r"norm|(^|\.)ln_?\w*\."),
     ("attention", r"relative_pos_embeddings"),
