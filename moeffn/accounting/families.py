@@ -43,6 +43,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
     """
     from . import (  # noqa: F401
         families_classic,
+        families_conformers,
         families_dense,
         families_encoders,
         families_gemma,

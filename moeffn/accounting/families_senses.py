@@ -87,9 +87,10 @@ HEADS = ("siglip_vision_model", "siglip2_vision_model", "phi4_multimodal_vision"
 
 def _places(k: Keys, patch: list[int], frames: bool) -> int:
     """Positions of patches: as many as the config says, or as an image has."""
-    if k.has("num_patches"):
+    name = k.text("model_type")
+    if name in ("siglip2_vision_model", "cosmos3_edge_vision"):
         return k.integer("num_patches")
-    if k.has("pos_emb_height"):
+    if name in ("kimi_k25_vision", "muse_spark_vision", "muse_glimmer_vision"):
         return k.integer("pos_emb_height") * k.integer("pos_emb_width")
     image = _grid(k, "image_size", frames)
     return prod(side // size for side, size in zip(image, patch, strict=True))
@@ -114,7 +115,7 @@ def vit(k: Keys) -> Architecture:
         p = _beit(k, p)
     elif name == "pixio":
         p = replace(p, tokens=k.integer("n_cls_tokens"))
-    d, n = k.integer("hidden_size"), k.integer("num_hidden_layers", "depth")
+    d, n = k.integer("hidden_size"), k.integer("depth" if name == "ernie4_5_vl_moe_vision" else "num_hidden_layers")
     heads = k.integer("num_attention_heads", "num_heads")
     if k.flag("use_qk_norm", absent=False):
         raise ValueError(f"{k.where}.use_qk_norm: no weight table for norms of queries and keys")

@@ -7,7 +7,7 @@ from .ffns import dense
 from .mixers import gqa
 from .reader import Keys
 from .stacks import conv, layer, table, vector, whole
-from .weights import Architecture, Layer, Weight, matrix, norm
+from .weights import Architecture, Layer, Mixer, Weight, matrix, norm
 
 
 @family("decision_transformer")
@@ -77,7 +77,7 @@ def patchtsmixer(k: Keys) -> Architecture:
     for width in widths:
         own += dense(width, factor * width, gated=False, bias=True)
         own += matrix("dense", width, width, True) * k.flag("gated_attn")
-    mixers = ()
+    mixers: tuple[Mixer, ...] = ()
     if k.flag("self_attn"):
         heads = k.integer("self_attn_heads")
         found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")

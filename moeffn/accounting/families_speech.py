@@ -71,8 +71,8 @@ def dia_decoder(k: Keys) -> Architecture:
     """Dia's decoder of several channels of codes at once, which attends to the encoder's states."""
     d, n = width_and_depth(k)
     heads, kv, width = (k.integer(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    looks = looking(d, *(k.integer(f"cross_{key}") for key in ("hidden_size", "num_attention_heads",
-                                                               "num_key_value_heads", "head_dim")))
+    looks = looking(d, k.integer("cross_hidden_size"), k.integer("cross_num_attention_heads"),
+                    k.integer("cross_num_key_value_heads"), k.integer("cross_head_dim"))
     stack = layer(k, d, heads, k.integer("intermediate_size"), kv=kv, width=width, bias="", gated=True,
                   ffn_bias=False, norm_bias=False, looks=looks)
     vocab = k.integer("vocab_size")

@@ -97,3 +97,61 @@ def dots_vision(k: Keys) -> Architecture:
     outer = [*matrix("other", d, k.integer("num_channels") * k.integer("patch_size") ** 2, True), *norm(d) * 2]
     outer += norm(inward, True) + matrix("other", wide, wide, True)
     return whole(k, d, 1, layers, outer + matrix("other", k.integer("adapter_out_dim"), wide, True))
+
+
+def _pixels(k: Keys) -> int:
+    """Values of a patch of some frames."""
+    return k.integer("in_channels") * k.integer("temporal_patch_size") * k.integer("patch_size") ** 2
+
+
+@family("exaone4_5_vision")
+def exaone_vision(k: Keys) -> Architecture:
+    """EXAONE 4.5's tower: Qwen2.5-VL's with fewer key/value heads."""
+    d, heads, side = k.integer("hidden_size"), k.integer("num_heads"), k.integer("spatial_merge_size")
+    own = layer(k, d, heads, k.integer("intermediate_size"), kv=k.integer("num_key_value_heads"), gated=True,
+                norm_bias=False)
+    wide = d * side**2
+    outer = [*matrix("other", d, _pixels(k)), *norm(d), *matrix("other", wide, wide, True)]
+    outer += matrix("other", k.integer("out_hidden_size"), wide, True)
+    return whole(k, d, 1, [own] * k.integer("depth"), outer)
+
+
+@family("glm_ocr_vision", "glm5_next_vision")
+def glm_vision(k: Keys) -> Architecture:
+    """GLM's later towers: no table of positions, norms of queries and keys, biases, a wide gated merger."""
+    d, heads, out = k.integer("hidden_size"), k.integer("num_heads"), k.integer("out_hidden_size")
+    side, bias = k.integer("spatial_merge_size"), k.flag("attention_bias")
+    wide = (k.integer("projection_intermediate_size") if k.text("model_type") == "glm5_next_vision"
+            else out * k.integer("in_channels"))
+    own = layer(k, d, heads, k.integer("intermediate_size"), bias="qkvo" * bias, gated=True, ffn_bias=bias,
+                norm_bias=False, more=norm(k.divide("head_dim", d, heads)) * 2)
+    outer = [*matrix("other", d, _pixels(k), True), *norm(d), *matrix("other", out, d * side**2, True)]
+    outer += [*matrix("other", out, out), *norm(out, True), *dense(out, wide)]
+    return whole(k, d, 1, [own] * k.integer("depth"), outer)
+
+
+@family("gemma4_vision")
+def gemma_vision(k: Keys) -> Architecture:
+    """Gemma 4's tower: norms before and after, positions of rows and of columns."""
+    d, width = k.integer("hidden_size"), k.integer("head_dim")
+    if k.flag("standardize") or k.flag("use_clipped_linears"):
+        raise ValueError(f"{k.where}.standardize: no weight table for standardized states or clipped matrices")
+    own = layer(k, d, k.integer("num_attention_heads"), k.integer("intermediate_size"), width=width,
+                kv=k.integer("num_key_value_heads"), bias="qkvo" * k.flag("attention_bias"), gated=True,
+                ffn_bias=False, norm_bias=False, norms=4, more=norm(width) * 2)
+    outer = [*matrix("other", d, 3 * k.integer("patch_size") ** 2)]
+    outer += [table(k.integer("position_embedding_size"), d)] * 2
+    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), outer)
+
+
+@family("inkling2_vision")
+def inkling_vision(k: Keys) -> Architecture:
+    """Inkling 2's tower: scaled residuals, neighbouring patches joined by two matrices."""
+    d, side, wide = k.integer("hidden_size"), k.integer("spatial_merge_size"), k.integer("projection_hidden_dim")
+    own = layer(k, d, k.integer("num_attention_heads"), k.integer("intermediate_size"),
+                more=[vector(d)] * (2 * (k.number("layer_scale_init_value") > 0)))
+    outer = [*matrix("other", d, k.integer("num_channels") * k.integer("patch_size") ** 2), *[vector(d)] * 2]
+    outer += [table(k.integer("posemb_grid_size") ** 2, d), *norm(d, True)]
+    bias = k.flag("projector_bias")
+    outer += matrix("other", wide, d * side**2, bias) + matrix("other", k.integer("text_hidden_size"), wide, bias)
+    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), outer)
