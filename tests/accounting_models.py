@@ -31,6 +31,7 @@ NAMED = {
     "timesfm2_5": "TimesFm2_5ModelForPrediction", "clvp": "ClvpModelForConditionalGeneration",
     "blip_text_model": "BlipTextLMHeadModel", "evolla": "EvollaForProteinText2Text", "parakeet_ctc": "ParakeetForCTC",
     "lasr_ctc": "LasrForCTC", "blt_patcher": "BltPatcher", "omniasr_ctc": "OmniASRForCTC",
+    "nemotron3_diarization": "Nemotron3DiarizationForAudioFrameClassification",
     "pocket_tts": "PocketTTSForConditionalGeneration",
     "gradium_phonon_tts": "GradiumPhononTTSForConditionalGeneration",
 }

@@ -162,3 +162,24 @@ def dots_audio(k: Keys) -> Architecture:
     own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), width=k.integer("head_dim"),
                 bias="qv" * k.flag("attention_bias") + "o", gated=True, norm_bias=False)
     return whole(k, d, 1, [own] * n, outer)
+
+
+@family("nemotron3_diarization")
+def diarization(k: Keys) -> Architecture:
+    """Who speaks when: an encoder of sound, states spread over frames again, a score for each speaker."""
+    head, heard = k.inside("head_config"), nemotron_audio(k.inside("audio_config"))
+    d, wide = head.integer("hidden_size"), head.integer("audio_hidden_size")
+    outer = [*heard.outer, vector(heard.d_model), *matrix("other", d, wide, True), *matrix("other", d, d, True)]
+    outer += conv(d * head.integer("subsampling_factor"), d, 3)
+    outer += matrix("other", head.integer("num_speakers"), d, True)
+    return whole(k, heard.d_model, 1, heard.layers, outer)
+
+
+@family("nemotron3_5_transcribe_audio")
+def speakers(k: Keys) -> Architecture:
+    """Nemotron 3.5's encoder of what is said beside the one of who says it."""
+    heard, told = nemotron_audio(k.inside("asr_config")), k.inside("diarization_config")
+    said = diarization(told)
+    outer = [*heard.outer, *said.outer, *norm(heard.d_model, True)]
+    outer += norm(told.inside("head_config").integer("num_speakers"), True)
+    return whole(k, heard.d_model, 1, heard.layers + said.layers, outer)
