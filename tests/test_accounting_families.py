@@ -34,6 +34,7 @@ KNOWN = sorted(name for name in CONFIG_MAPPING_NAMES if name in FAMILIES and nam
 # One of each kind of table, and wrappers, in every run.
 KINDS = ("gpt2", "trocr", "led", "bert", "roformer", "xlnet", "esm", "reformer", "encoder-decoder",
          "moonshine", "vilt")
+TOWERS_ALONE = ("_vision", "_vision_model", "vision_encoder", "_ctc", "_diarization", "transcribe_audio")
 # What a default lacks to build a model.
 CHANGES = {
     "esm": {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"}, "reformer": {"is_decoder": True},
@@ -58,7 +59,7 @@ def test_default_config_equals_live_model(name):
         pytest.skip("built only inside another model")
     # A module does not tell that an expert of ZAYA computes nothing.
     words = "vision=no,idle=max" if name == "zaya" else "vision=no"
-    if name.endswith(("_vision", "_vision_model", "vision_encoder", "_ctc", "_diarization", "transcribe_audio")):  # a tower alone
+    if name.endswith(TOWERS_ALONE):
         words = "all"
     read = read_module(model, TOP_K.get(name))
     counted, live = (count(source, convention=words) for source in (config, read))

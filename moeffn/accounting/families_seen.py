@@ -7,7 +7,7 @@ from dataclasses import replace
 from .families import family
 from .families_encoders import encoder
 from .families_senses import as_vision
-from .families_text import bert_layer
+from .families_text import bert_layer, captions
 from .ffns import dense
 from .mixers import gqa
 from .reader import Keys
@@ -195,3 +195,39 @@ def clvp(k: Keys) -> Architecture:
     blocks = [Layer("dense", (*mixed[0], *norm(d, True)), (mixed[1],))] * last.integer("num_mel_attn_blocks")
     layers = [*blocks, *(one for part in parts for one in part.layers)]
     return whole(k, d, parts[0].vocab, layers, [*outer, *(w for part in parts for w in part.outer)], False)
+
+
+def _four(d: int, heads: int) -> list[Weight]:
+    """An attention of four matrices with biases."""
+    return gqa(d, heads, heads, d // heads, bias="qkvo")[0]
+
+
+@family("xclip_vision_model")
+def xclip_vision(k: Keys) -> Architecture:
+    """X-CLIP's tower: CLIP's, with a message between frames in each layer."""
+    d, heads, patch = k.integer("hidden_size"), k.integer("num_attention_heads"), k.integer("patch_size")
+    more = _four(d, heads) + matrix("attention", d, d, True)
+    own = layer(k, d, heads, k.integer("intermediate_size"), norms=3, more=more)
+    outer = [*matrix("other", d, k.integer("num_channels") * patch**2), vector(d), *norm(d, True, 2)]
+    outer.append(table((k.integer("image_size") // patch) ** 2 + 1, d))
+    return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), outer)
+
+
+@family("xclip")
+def xclip(k: Keys) -> Architecture:
+    """X-CLIP: CLIP for videos, a small transformer over frames, prompts made of text and video. All but the text's
+    counts as vision."""
+    t, v, low = k.inside("text_config"), k.inside("vision_config"), k.integer("projection_dim")
+    text, seen = captions(t), xclip_vision(v)
+    d, mid, heads = seen.d_model, v.integer("mit_hidden_size"), v.integer("mit_num_attention_heads")
+    outer = [*seen.outer, vector(1), *matrix("other", low, d), *matrix("other", low, text.d_model)]
+    outer += [*norm(d, True), *matrix("other", low, d), table(v.integer("num_frames"), mid), *norm(low, True)]
+    outer.append(vector(low))
+    frames = layer(v, mid, heads, v.integer("mit_intermediate_size"))
+    prompts = matrix("attention", low, low) * 3 + matrix("attention", low, low, True) + norm(low, True, 2)
+    prompts += dense(low, 4 * low, gated=False, bias=True)
+    layers = [*seen.layers, *[frames] * v.integer("mit_num_hidden_layers")]
+    layers += [Layer("dense", tuple(prompts))] * k.integer("prompt_layers")
+    return whole(k, text.d_model, text.vocab,
+                 [*text.layers, *(replace(one, weights=as_vision(one.weights)) for one in layers)],
+                 [*text.outer, *as_vision(outer)])
