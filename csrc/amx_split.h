@@ -164,7 +164,7 @@ class Beside {
     left_ = steps_;
     if (row_ == end_) return;
     from_ = reinterpret_cast<const float*>(next_.at(row_, 0));
-    ask_ = later_.at(row_, 0);
+    if (later_.whole) ask_ = later_.at(row_, 0);
     out_ = part_of(to_, row_, 0);
   }
   const Piece &next_, &later_;
