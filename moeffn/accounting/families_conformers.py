@@ -63,7 +63,8 @@ def fast_conformer(k: Keys) -> Architecture:
     else:
         outer = matrix("other", d, bins, True) + conv(d, d, side) + conv(wide, d, side)
         outer += matrix("other", d, wide, True) + norm(d)
-    own = layer(k, d, heads, hidden, bias="qkvo" * bias, ffn_bias=bias, norm_bias=relative, more=more)
+    own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads", absent=heads), bias="qkvo" * bias,
+                ffn_bias=bias, norm_bias=relative, more=more)
     return whole(k, d, 1, [own] * n, outer)
 
 
@@ -71,20 +72,24 @@ def fast_conformer(k: Keys) -> Architecture:
 def granite_speech_next(k: Keys) -> Architecture:
     """The fifth generation of Granite Speech's conformer under names of its own; four frames are stacked, and the
     vocabulary is predicted halfway and at the end."""
+    own_head = k.text("model_type") == "granite_speech5_ctc" and not k.tied(True)
     if k.text("model_type") == "granite_speech5_ctc":
         k = k.inside("encoder_config")
     d, n, heads, hidden = sizes(k)
     inner, width, vocab = k.integer("conv_expansion_factor") * d, k.integer("head_dim"), k.integer("vocab_size")
-    own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), width=width, bias="o",
-                more=_granite(k, d, hidden, inner, k.integer("max_position_embeddings"), width))
+    bias = k.flag("attention_bias")
+    own = layer(k, d, heads, hidden, width=width, bias="o", ffn_bias=bias,
+                more=_granite(k, d, hidden, inner, k.integer("max_position_embeddings"), width, bias))
     outer = matrix("other", d, 4 * k.integer("num_mel_bins"), True)
     outer += matrix("other", vocab, d, True) + matrix("other", d, vocab, True)
-    return whole(k, d, vocab, [own] * n, outer)
+    outer += matrix("head", vocab, d, True) * own_head
+    return whole(k, d, vocab, [own] * n, outer, not own_head)
 
 
-def _granite(k: Keys, d: int, hidden: int, inner: int, distances: int, width: int) -> list[Weight]:
+def _granite(k: Keys, d: int, hidden: int, inner: int, distances: int, width: int,
+             bias: bool = True) -> list[Weight]:
     """The second FFN and the convolution of a layer, its norms, and a table of distances."""
-    found = dense(d, hidden, gated=False, bias=True) + norm(d, True, 3) + norm(inner, True)
+    found = dense(d, hidden, gated=False, bias=bias) + norm(d, True, 3) + norm(inner, True)
     found += conv(2 * inner, d, 1) + conv(inner, 1, k.integer("conv_kernel_size"), bias=False) + conv(d, inner, 1)
     return [*found, vector(2 * distances + 1, width, part="attention")]
 
@@ -187,7 +192,7 @@ def phi_audio(k: Keys) -> Architecture:
     inner, out, taps = d * k.integer("depthwise_multiplier"), k.integer("ext_pw_out_channel"), k.integer("kernel_size")
     outer, steps = conv(wide, 1, 3, 3), times.bit_length() - 1
     outer += (conv(wide, 1, 3, 3) + conv(wide, wide, 1, 1)) * (steps - 1)
-    outer += matrix("other", d, wide * -(-bins // times), True)
+    outer += matrix("other", d, wide * k.integer("nemo_final_size", absent=-(-bins // times)), True)
     outer.append(table(k.integer("bias_max_distance") * (1 if k.flag("bias_symmetric") else 2), heads))
     more = dense(d, hidden, bias=True) + norm(d, True, 3) + [vector(out)] * 2 + conv(2 * out, d, 1)
     more += conv(inner, 1, taps) + conv(k.integer("depthwise_separable_out_channel"), inner, 1) + conv(out, d, 1)

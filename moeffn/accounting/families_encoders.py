@@ -216,6 +216,12 @@ def _queries(count: int):
     return lambda k, d, heads: matrix("attention", d, d, True) * count
 
 
+def _projected(k: Keys, d: int, _: int) -> list[Weight]:
+    """DPR: a projection where one is asked for."""
+    width = k.integer("projection_dim", absent=0, minimum=0)
+    return matrix("other", width, d, True) if width else []
+
+
 LAYER_EXTRAS = {
     "xmod": _adapters,
     "longformer": _queries(3),
@@ -223,6 +229,7 @@ LAYER_EXTRAS = {
     "nystromformer": lambda k, d, h: [Weight("attention", (h, 1, k.integer("conv_kernel_size"), 1), "filter")],
 }
 OUTER_EXTRAS = {
+    "dpr": _projected,
     "altclip_text_model": lambda k, d, h: matrix("other", k.integer("project_dim"), d, True) + norm(d, True),
     "markuplm": _xpath,
     "luke": _entities,

@@ -96,7 +96,8 @@ def whisper_tower(k: Keys) -> Architecture:
     elif "omni" in name:
         out = k.integer("output_dim")
         outer += matrix("other", out, d, True) + [table(2, out)] * (name == "qwen2_5_omni_audio_encoder")
-    return whole(k, d, 1, [layer(k, d, heads, hidden, bias="qkvo" if newer else "qvo")] * n, outer)
+    kv = k.integer("num_key_value_heads") if name == "glmasr_encoder" else heads
+    return whole(k, d, 1, [layer(k, d, heads, hidden, kv=kv, bias="qkvo" if newer else "qvo")] * n, outer)
 
 
 @family("nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio", "nemotron3_5_transcribe_word_timestamp")
@@ -105,8 +106,11 @@ def nemotron_audio(k: Keys) -> Architecture:
     biases; the one that finds words in time spreads its states first."""
     name = k.text("model_type")
     d, n, heads, hidden = sizes(k)
+    if k.integer("num_key_value_heads", absent=heads) != heads:
+        raise ValueError(f"{k.where}.num_key_value_heads: expected {heads} as query heads, "
+                         f"got {k.data['num_key_value_heads']}")
     more = norm(d // heads, True, 2) if "diarization" not in name else []
-    own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), bias="o", more=more)
+    own = layer(k, d, heads, hidden, bias="o", more=more)
     outer = norm(d, True, 2)
     if name.endswith("timestamp"):
         outer += conv(d, d, k.integer("upsampling_factor"))
@@ -144,7 +148,7 @@ def fun_asr(k: Keys) -> Architecture:
     first, mixer = looking(inward, inward, heads, heads, k.divide("head_dim", d, heads), "qkv")
     first = first[:-1] + matrix("attention", d, d, True) + conv(d, 1, taps, bias=False)
     first += norm(inward, True) + norm(d, True) + dense(d, hidden, gated=False, bias=True)
-    stages = 2 if k.integer("num_timestamp_prediction_layers", minimum=0) else 1
+    stages = 2 if 0 < k.integer("num_timestamp_prediction_layers", minimum=0) < n else 1
     return whole(k, d, 1, [Layer("dense", tuple(first), (mixer,)), *[own] * (n - 1)], norm(d, True) * stages)
 
 
@@ -157,10 +161,10 @@ def dots_audio(k: Keys) -> Architecture:
     for columns in (1, wide, wide):
         outer += conv(wide, columns, 3, 3)
         high = (high + 1) // 2
-    outer += matrix("other", d, wide * high) + norm(d) + norm(d, True)
+    outer += matrix("other", d, k.integer("conv_output_size", absent=wide * high)) + norm(d) + norm(d, True)
     outer += matrix("other", out, d, True) + matrix("other", out, out, True)
     own = layer(k, d, heads, hidden, kv=k.integer("num_key_value_heads"), width=k.integer("head_dim"),
-                bias="qv" * k.flag("attention_bias") + "o", gated=True, norm_bias=False)
+                bias="qvo" * k.flag("attention_bias"), gated=True, norm_bias=False)
     return whole(k, d, 1, [own] * n, outer)
 
 

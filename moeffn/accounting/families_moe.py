@@ -65,7 +65,9 @@ def qwen(k: Keys) -> Architecture:
         bias = "qkv" if k.flag("qkv_bias", absent=True) else ""
     else:
         bias = attention_bias(k)
-    sparse = first_dense(k, n) if name == "mellum" and k.has("mlp_layer_types") else sparse_step(k, n)
+    sparse = [True] * n if talks else sparse_step(k, n)
+    if name == "mellum" and k.has("mlp_layer_types"):
+        sparse = first_dense(k, n)
     experts = k.integer("num_experts", "num_local_experts")
     ffn = moe(d, k.integer("moe_intermediate_size"), experts, k.integer("num_experts_per_tok"),
               shared=(k.integer("shared_expert_intermediate_size", minimum=0)

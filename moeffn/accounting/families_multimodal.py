@@ -136,6 +136,8 @@ def kosmos(k: Keys) -> Architecture:
     if not k.text("model_type").endswith("text_model"):
         k.excluded.append("vision_config")
         k = k.inside("text_config")
+    if k.flag("add_cross_attention", absent=False):
+        raise ValueError(f"{k.where}.add_cross_attention: no weight table for a second attention")
     d, n, heads = k.integer("embed_dim"), k.integer("layers"), k.integer("attention_heads")
     hidden = k.integer("ffn_dim")
     mixed = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias="qkvo")

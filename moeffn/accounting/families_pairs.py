@@ -76,6 +76,8 @@ def fsmt(k: Keys) -> Architecture:
 @family("blip", "blip_text_model")
 def blip(k: Keys) -> Architecture:
     """BLIP's captioner: BERT's layers as a decoder that attends to the image encoder, which is excluded."""
+    if k.text("model_type") == "blip_text_model" and not k.flag("is_decoder", absent=True):
+        raise ValueError(f"{k.where}.is_decoder: expected true, for which there is a weight table")
     if k.text("model_type") == "blip":
         k.excluded.append("vision_config")
         k = k.inside("text_config")
@@ -105,7 +107,7 @@ def pix2struct_encoder(k: Keys) -> Architecture:
 def pix2struct_decoder(k: Keys) -> Architecture:
     """Pix2Struct's decoder: T5's, with an untied head."""
     d, heads = k.integer("hidden_size"), k.integer("num_heads")
-    found, mixer = gqa(d, heads, heads, k.integer("d_kv"))
+    found, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads))
     own = Layer("dense", tuple(found * 2 + dense(d, k.integer("d_ff")) + norm(d, copies=3)), (mixer,) * 2)
     bias = Weight("attention", (k.integer("relative_attention_num_buckets"), heads), "filter")
     return decoder(k, "pix2struct", d, [own] * k.integer("num_layers"), tied=False, extra=(bias,))
@@ -165,6 +167,7 @@ def evolla(k: Keys) -> Architecture:
     every = max(n // k.integer("aligner_num_add_layers"), 1)
     layers = [bert_layer(p, wide)] * p.integer("num_hidden_layers") + [gathers] * depth
     layers += [adapted if (i + 1) % every == 0 else own for i in range(n)]
+    k.data = {**k.data, "tie_word_embeddings": False}
     return decoder(k, "evolla", d, layers, tied=False, extra=tuple(outer))
 
 
@@ -188,4 +191,4 @@ def jev(k: Keys) -> Architecture:
     model = built(Keys(k.inside("text_config").data, "config.text_config"))
     outer = tuple(w for w in model.outer if w.part != "head")
     return replace(model, family="jev", tied=True, outer=(
-        *outer, *matrix("other", k.integer("num_verbalizers"), model.d_model, True)))
+        *outer, *matrix("other", k.integer("num_verbalizers"), k.integer("hidden_size"), True)))

@@ -137,7 +137,7 @@ def blt_part(k: Keys) -> Architecture:
     part = k.text("model_type").removeprefix("blt_")
     d, n = width_and_depth(k)
     heads, kv = k.integer("num_attention_heads"), k.integer("num_key_value_heads")
-    mixed = gqa(d, heads, kv, k.integer("head_dim") if k.has("head_dim") else k.divide("head_dim", d, heads))
+    mixed = gqa(d, heads, kv, k.divide("head_dim", d, heads))
     layers = [block("dense", mixed, dense(d, k.integer("intermediate_size")), norm(d, copies=2))] * n
     outer: list[Weight] = []
     if part.startswith("local"):
@@ -145,6 +145,8 @@ def blt_part(k: Keys) -> Architecture:
         layers += [Layer("dense", (*mixed[0], *norm(d, copies=2)), (mixed[1],))] * crossed
         inward = d if part == "local_encoder" else k.integer("hidden_size_global")
         outer += matrix("other", d * k.integer("cross_attn_k"), inward)
+    elif part == "global_transformer" and k.has("encoder_cross_output_size"):
+        outer += matrix("other", d, k.integer("encoder_cross_output_size"))
     if part in ("patcher", "local_encoder"):
         outer.append(Weight("embedding", (k.integer("vocab_size"), d), "table"))
     if part in ("patcher", "local_decoder"):
@@ -157,13 +159,21 @@ def blt_part(k: Keys) -> Architecture:
 @family("blt")
 def blt(k: Keys) -> Architecture:
     """Byte latent transformer: bytes are patched by a small model, encoded, modelled as patches and decoded."""
-    stacks = [blt_part(k.inside(f"{key}_config")) for key in ("patcher", "encoder", "global", "decoder")]
-    d, vocab = stacks[1].d_model, k.integer("vocab_size")
+    parts = {key: k.inside(f"{key}_config") for key in ("encoder", "global", "decoder")}
+    d, vocab = parts["encoder"].integer("hidden_size"), k.integer("vocab_size")
+    joined, whole_width = d * k.integer("cross_attn_k"), parts["global"].integer("hidden_size")
+    if joined != whole_width:
+        parts["global"].data = {"encoder_cross_output_size": joined, **parts["global"].data}
+    if k.flag("patch_in_forward", absent=True):
+        parts["patcher"] = k.inside("patcher_config")
+    stacks = {key: blt_part(part) for key, part in parts.items()}
     sizes = len(k.indices("encoder_hash_byte_group_size", required=True))
     hashes = k.integer("encoder_hash_byte_group_nb_functions") * sizes * k.integer("encoder_hash_byte_group_vocab")
-    outer = [w for stack in stacks for w in stack.outer]
-    outer += [Weight("embedding", (hashes, d), "table"), *matrix("head", vocab, stacks[3].d_model)]
-    return whole(k, d, vocab, [one for stack in stacks for one in stack.layers], outer, tied=False)
+    outer = [w for stack in stacks.values() for w in stack.outer]
+    outer.append(Weight("embedding", (hashes, d), "table"))
+    tied = k.tied(False)
+    outer += [] if tied else matrix("head", vocab, stacks["decoder"].d_model)
+    return whole(k, d, vocab, [one for stack in stacks.values() for one in stack.layers], outer, tied)
 
 
 @family("gemma4_assistant", "gemma4_unified_assistant")

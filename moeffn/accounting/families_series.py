@@ -34,7 +34,7 @@ def series(k: Keys) -> Architecture:
     kinds = k.integer("num_static_categorical_features", minimum=0)
     rows, widths = ((k.indices(key, required=True) for key in ("cardinality", "embedding_dimension"))
                     if kinds else ([], []))
-    features = inputs * len(lags) + sum(widths) + given + 2 * inputs
+    features = k.integer("feature_size", absent=inputs * len(lags) + sum(widths) + given + 2 * inputs)
     length = k.integer("prediction_length")
     length += k.integer("context_length", absent=length)
     outer = [table(*size) for size in zip(rows, widths, strict=True)]
@@ -62,7 +62,7 @@ def patchtst(k: Keys) -> Architecture:
     """PatchTST without a head: patches of each channel as tokens, fixed positions that are parameters."""
     d, heads, hidden = k.integer("d_model"), k.integer("num_attention_heads"), k.integer("ffn_dim")
     bias, channels = k.flag("bias"), 1 if k.flag("share_embedding") else k.integer("num_input_channels")
-    own = layer(k, d, heads, hidden, bias="qkvo" * bias, ffn_bias=bias, norms=2 + k.flag("channel_attention"))
+    own = layer(k, d, heads, hidden, ffn_bias=bias, norms=2 + k.flag("channel_attention"))
     marked = k.flag("use_cls_token")
     outer = matrix("other", d, k.integer("patch_length"), True) * channels + [vector(d)] * marked
     return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), [*outer, table(_patches(k) + marked, d)])
@@ -71,7 +71,8 @@ def patchtst(k: Keys) -> Architecture:
 @family("patchtsmixer")
 def patchtsmixer(k: Keys) -> Architecture:
     """PatchTSMixer without a head: FFNs over patches and over features (and over channels), each with a gate."""
-    d, patches, factor = k.integer("d_model"), _patches(k), k.integer("expansion_factor")
+    d, factor = k.integer("d_model"), k.integer("expansion_factor")
+    patches = k.integer("num_patches", absent=_patches(k))
     widths = [patches, d] + [k.integer("num_input_channels")] * (k.text("mode") == "mix_channel")
     own: list[Weight] = norm(d, True, len(widths))
     for width in widths:
@@ -121,5 +122,5 @@ def timesfm_next(k: Keys) -> Architecture:
                 more=[*norm(width) * 2, vector(width, part="attention")])
     outer = _residual(2 * k.integer("patch_length"), d, d)
     for key in ("horizon_length", "output_quantile_len"):
-        outer += _residual(d, d, k.integer(key) * _quantiles(k), bias)
+        outer += _residual(d, d, k.integer(key) * _quantiles(k), False)
     return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), outer)

@@ -137,8 +137,8 @@ def gemma_vision(k: Keys) -> Architecture:
     if k.flag("standardize") or k.flag("use_clipped_linears"):
         raise ValueError(f"{k.where}.standardize: no weight table for standardized states or clipped matrices")
     own = layer(k, d, k.integer("num_attention_heads"), k.integer("intermediate_size"), width=width,
-                kv=k.integer("num_key_value_heads"), bias="qkvo" * k.flag("attention_bias"), gated=True,
-                ffn_bias=False, norm_bias=False, norms=4, more=norm(width) * 2)
+                kv=k.integer("num_key_value_heads"), bias="", gated=True, ffn_bias=False, norm_bias=False,
+                norms=4, more=norm(width) * 2)
     outer = [*matrix("other", d, 3 * k.integer("patch_size") ** 2)]
     outer += [table(k.integer("position_embedding_size"), d)] * 2
     return whole(k, d, 1, [own] * k.integer("num_hidden_layers"), outer)

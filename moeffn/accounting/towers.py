@@ -63,7 +63,9 @@ def intern(v: Keys) -> list[Weight]:
         raise ValueError(f"{v.where}: no weight table for a tower with norms of queries, or without mean pooling")
     layer = _block(d, v.integer("intermediate_size"), bias=bias,
                    norm_bias=v.text("norm_type", absent="layer_norm") == "layer_norm") + _norm(d)  # two scales
-    return matrix(PART, d, _pixels(v), True) + _table(_patches(v) + 1, d) + _norm(d, False) + layer * depth
+    found = matrix(PART, d, _pixels(v), True) + _norm(d, False) + layer * depth
+    found += _norm(d, False) * v.flag("use_mask_token", absent=False)
+    return found + _table(_patches(v) + 1, d) * v.flag("use_absolute_position_embeddings", absent=True)
 
 
 def pixtral(v: Keys) -> list[Weight]:
@@ -104,7 +106,8 @@ def qwen3_vl(v: Keys, k: Keys, width: int) -> list[Weight]:
 def glm4v(v: Keys, k: Keys, width: int) -> list[Weight]:
     d, out, side = v.integer("hidden_size"), v.integer("out_hidden_size"), v.integer("spatial_merge_size")
     found = matrix(PART, d, _pixels(v) * v.integer("temporal_patch_size"), True) + _table(_patches(v), d)
-    found += _block(d, out, bias="", gated=True, ffn_bias=False, norm_bias=False) * v.integer("depth")
+    bias = "qkv" * v.flag("attention_bias", absent=False)
+    found += _block(d, out, bias=bias, gated=True, ffn_bias=False, norm_bias=False) * v.integer("depth")
     found += _norm(d, False, 2) + matrix(PART, out, d * side * side, True) + matrix(PART, out, out) + _norm(out)
     return found + dense(out, v.integer("intermediate_size"), part=PART)
 
@@ -123,7 +126,7 @@ def llama4(v: Keys, k: Keys, width: int) -> list[Weight]:
     d, depth, hidden = v.integer("hidden_size"), v.integer("num_hidden_layers"), v.integer("intermediate_size")
     inward, outward = v.integer("projector_input_dim"), v.integer("projector_output_dim")
     found = matrix(PART, d, _pixels(v)) + _table(_patches(v) + 1, d) + _norm(d, False) + _block(d, hidden) * depth
-    found += _norm(d, copies=2) + matrix(PART, inward, hidden) + matrix(PART, outward, inward)
+    found += _norm(d, copies=2) + matrix(PART, inward, hidden) + matrix(PART, outward, outward)
     return found + matrix(PART, width, v.integer("vision_output_dim"))
 
 
