@@ -58,6 +58,10 @@ MIXTURES = [
 ]
 # Branches of dense families, encoders and encoder-decoders. Their defaults are in test_accounting_families.
 BRANCHES = [
+    ("solar_open", {"attention_bias": True}), ("hy_v3", {"mlp_bias": True}), ("opt", {"enable_bias": False}),
+    ("seed_oss", {"attention_out_bias": True}), ("phi", {"qk_layernorm": True}), ("minicpm3", {"mlp_bias": True}),
+    ("bailing_hybrid", {"linear_num_heads": 64, "linear_conv_kernel_dim": 8}),
+    ("dots3_note_text", {"shared_experts_intermediate_size": 3072}), ("glm_image_text", {"attention_bias": False}),
     ("llama", {"attention_bias": True, "mlp_bias": True}), ("falcon", {"new_decoder_architecture": True,
                                                                        "num_kv_heads": 1}),
     ("cohere", {"use_qk_norm": True}), ("nemotron", {"num_key_value_heads": 8}),
@@ -83,6 +87,7 @@ SELDOM = (
     "mellum", "sarvam_mla", "sarvam_moe", "solar_open", "hy_v3", "openai_privacy_filter", "granitemoe",
     "granitemoe_swa", "mistral4", "flex_olmo", "zamba2", "qwen3_vl_moe_text", "glm4_moe_lite", "glm_moe_dsa",
     "falcon", "cohere", "nemotron", "hunyuan_v1_dense", "persimmon", "bamba", "minimax_m3_vl_text",
+    "seed_oss", "phi", "minicpm3", "glm_image_text",
 )
 FAMILIES = [case for case in MIXTURES + BRANCHES if ALL or case[0] not in SELDOM]
 # Building a model takes its time by layers: eight hold a period of every pattern, four where all layers are alike or

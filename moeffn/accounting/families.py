@@ -114,6 +114,8 @@ def tower(k: Keys, *names: str) -> Keys:
 
 def shared_width(k: Keys, expert: int, sparse: list[bool]) -> int:
     """Width of the shared experts: a number of them, or a width of their own."""
+    if k.has("shared_experts_intermediate_size"):
+        return k.integer("shared_experts_intermediate_size") * k.integer("n_shared_experts", minimum=0)
     if k.has("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"):
         if not k.has("n_shared_experts", "num_shared_experts"):
             return k.integer("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", minimum=0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .families import block, decoder, family, without_experts
 from .ffns import dense
 from .mixers import gqa
-from .reader import Keys
+from .reader import REQUIRED, Keys
 from .weights import Architecture, Layer, Weight, matrix, norm
 
 
@@ -71,7 +71,10 @@ def classic(k: Keys) -> Architecture:
     if name == "gpt_bigcode":
         kv = 1 if k.flag("multi_query", absent=True) else heads
     elif name == "opt":
-        bias = bias if k.flag("enable_bias", absent=True) else ""
+        mlp_bias = k.flag("enable_bias", absent=True)
+        bias = bias if mlp_bias else ""
+        if not k.flag("layer_norm_elementwise_affine", absent=True):
+            raise ValueError(f"{k.where}.layer_norm_elementwise_affine: no weight table for norms without weights")
     elif name == "gpt_neox":
         bias = bias if k.flag("attention_bias", absent=True) else ""
     elif name.startswith("phi"):
@@ -83,7 +86,7 @@ def classic(k: Keys) -> Architecture:
     if c.crossed:
         again, mixer = gqa(d, heads, heads, k.divide("head_dim", d, heads), bias=bias)
         layer = Layer("dense", (*layer.weights, *again, *norm(d, True)), (*layer.mixers, mixer))
-    if name == "persimmon" and k.flag("qk_layernorm"):
+    if name in ("persimmon", "phi") and k.flag("qk_layernorm", absent=REQUIRED if name == "persimmon" else False):
         layer = Layer("dense", (*layer.weights, *norm(d // heads, True, 2)), layer.mixers)
     extra = norm(d, True, c.embedded)
     table, final = d, c.final

@@ -98,7 +98,7 @@ PLAIN = {
     "qwen2_5_omni_text": Plain(bias="qkv", bias_key="", bias_absent=True),
     "qwen3_vl_text": Plain(qk_norm="head"),
     "glm4v_text": Plain(bias="qkv", bias_key="", bias_absent=True, norms=4),
-    "glm_image_text": Plain(bias="qkv", bias_key="", bias_absent=True, norms=4),
+    "glm_image_text": Plain(bias="qkv", bias_absent=True, norms=4),
     "glm_ocr_text": Plain(bias="", norms=4),
     "iquestcoder": Plain(),
     "hyperclovax": Plain(),
@@ -118,7 +118,7 @@ PLAIN = {
     "sdar": Plain(qk_norm="head"),
     "hunyuan_vl_text": Plain(qk_norm="head", tied=True),
     "granite4_vision_text": Plain(),
-    "molmo2_text": Plain(qk_norm="head", more="additional_vocab_size"),
+    "molmo2_text": Plain(bias="qkv", qk_norm="head", more="additional_vocab_size"),
     "eurobert": Plain(head=False),
     "esmc": Plain(bias="", qk_norm="full", norm_bias=True, final_bias=False, head=False),
     "ultrabert": Plain(head=False),
@@ -149,9 +149,12 @@ def plain(k: Keys) -> Architecture:
     lambdas = [Weight("attention", (width,), "filter")] * p.lambdas
     if name == "voxtral_realtime_text":  # scales of the norm before the FFN, from the delay
         ffn += matrix("other", 32, d) + matrix("other", d, 32)
+    bias = p.bias if biased else ""
+    if name == "seed_oss" and k.flag("attention_out_bias", absent=False):
+        bias += "o"
     layers = []
     for window in windows(k, n):
-        found, mixer = gqa(d, heads, kv, width, bias=p.bias if biased else "", qk_norm=qk_norm, gate=p.gate,
+        found, mixer = gqa(d, heads, kv, width, bias=bias, qk_norm=qk_norm, gate=p.gate,
                            window=window, sinks=p.sinks)
         layers.append(block("dense", (found + lambdas, mixer), ffn, norms))
     towers = ("img_processor", "embd_layer", "vision_lora", "speech_lora",
@@ -170,5 +173,6 @@ def latent_dense(k: Keys) -> Architecture:
     mixed = mla(d, k.integer("num_attention_heads"), k.integer("q_lora_rank"), k.integer("kv_lora_rank"),
                 k.integer("qk_nope_head_dim"), k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),
                 bias=k.flag("attention_bias", absent=False))
-    return decoder(k, k.text("model_type"), d, [block("dense", mixed, dense(d, k.integer("intermediate_size")),
-                                            norm(d, copies=2))] * n, tied=True)
+    ffn = dense(d, k.integer("intermediate_size"), bias=k.flag("mlp_bias", absent=False))
+    return decoder(k, k.text("model_type"), d, [block("dense", mixed, ffn, norm(d, copies=2))] * n,
+                   tied=True)

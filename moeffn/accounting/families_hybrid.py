@@ -99,8 +99,9 @@ def delta_latent(k: Keys) -> Architecture:
         if kimi:
             sizes = k.integer("linear_num_heads"), k.integer("linear_head_dim"), k.integer("linear_conv_kernel_dim")
         else:
-            conv = k.integer("short_conv_kernel_size") if delta else 0
-            sizes = heads, k.integer("linear_head_dim", "head_dim"), conv
+            taps = "linear_conv_kernel_dim" if k.has("linear_conv_kernel_dim") else "short_conv_kernel_size"
+            conv = k.integer(taps) if delta else 0
+            sizes = k.integer("linear_num_heads", absent=heads), k.integer("linear_head_dim", "head_dim"), conv
     rank = k.integer("q_lora_rank") if k.has("q_lora_rank") else 0
     attention = mla(d, heads, rank, k.integer("kv_lora_rank"), k.integer("qk_nope_head_dim"),
                     k.integer("qk_rope_head_dim"), k.integer("v_head_dim"),

@@ -6,7 +6,7 @@ from .families import FULL, attention_bias, block, decoder, family, heads_of, pr
 from .ffns import dense, moe
 from .mixers import Mixed, gqa, mamba1, mamba2
 from .reader import Keys
-from .weights import Architecture, Layer, norm
+from .weights import Architecture, Layer, Weight, norm
 
 MAMBA = ("mamba", "linear_attention")
 
@@ -71,6 +71,9 @@ def bamba(k: Keys) -> Architecture:
     both = name == "falcon_h1"
     bias = attention_bias(k)
     attention = gqa(d, heads, kv, width, bias=bias)
+    if both and k.flag("projectors_bias", absent=False) != k.flag("mamba_proj_bias", absent=False):
+        raise ValueError(f"{k.where}.projectors_bias: expected as in mamba_proj_bias, "
+                         f"got {k.data.get('projectors_bias')}")
     state_space = _mamba2(k, d, norms=not both or k.flag("mamba_rms_norm", absent=False))
     ffn = dense(d, k.integer("intermediate_size"), bias=k.flag("mlp_bias", absent=False))
     if both:
@@ -138,7 +141,7 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
         found, mixer = mamba2(
             d, k.integer("mamba_num_heads"), k.integer("mamba_head_dim"), k.integer("n_groups", "mamba_n_groups"),
             k.integer("ssm_state_size"), k.integer("conv_kernel", "mamba_d_conv"),
-            conv_bias=k.flag("use_conv_bias", absent=True), bias=k.flag("mamba_proj_bias", absent=False))
+            conv_bias=k.flag("use_conv_bias", absent=True), bias=k.flag("use_bias", absent=False))
         return tuple(found + norm(d)), (mixer,)
     if word in FULL:
         bias = attention_bias(k)
@@ -151,6 +154,8 @@ def _nemotron(k: Keys, d: int, word: str) -> tuple:
     expert = k.integer("moe_intermediate_size")
     latent = k.integer("moe_latent_size", absent=0, minimum=0)
     shared = k.integer("moe_shared_expert_intermediate_size", minimum=0)
-    found = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), gated=False, bias=ffn_bias,
-                shared=shared * (k.integer("n_shared_experts", minimum=0) > 0), selection="buffer", latent=latent)
+    found = moe(d, expert, k.integer("n_routed_experts"), k.integer("num_experts_per_tok"), gated=False,
+                shared=shared * (k.integer("n_shared_experts", minimum=0) > 0), shared_bias=ffn_bias,
+                selection="buffer", latent=latent)
+    found += [Weight("latent", (width,), "bias") for width in (latent, d)] * (ffn_bias and latent > 0)
     return tuple(found + norm(d)), ()

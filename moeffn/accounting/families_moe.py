@@ -189,7 +189,7 @@ GROUPED = {
     "glm4v_moe_text": ("qkv", True, "", "buffer", "", 2),
     "sarvam_moe": ("qkv", False, "flag", "buffer", "", 2),
     "dots1": ("qkvo", False, "head", "buffer", "", 2),
-    "solar_open": ("qkvo", False, "", "buffer", "", 2),
+    "solar_open": ("qkv", False, "", "buffer", "", 2),
     "exaone_moe": ("", False, "head", "buffer", "", 2),
     "hy_v3": ("qkvo", False, "head", "buffer", "", 2),
     "afmoe": ("qkvo", False, "head", "parameter", "channels", 4),
@@ -227,11 +227,12 @@ def grouped(k: Keys) -> Architecture:
         qk_norm = "head" if k.flag("use_qk_norm", absent=name not in ("bailing_moe", "glm4_moe")) else ""
     sparse = first_dense(k, n, **ALWAYS_SPARSE.get(name, {}))
     expert = k.integer("moe_intermediate_size")
+    ffn_bias = name == "hy_v3" and k.flag("mlp_bias", absent=False)
     ffn = moe(d, expert, k.integer("n_routed_experts", "num_experts", "num_local_experts"),
               k.integer("num_experts_per_tok", "num_experts_per_token", "top_k"),
-              shared=0 if name in WITHOUT_SHARED else shared_width(k, expert, sparse),
+              shared=0 if name in WITHOUT_SHARED else shared_width(k, expert, sparse), shared_bias=ffn_bias,
               selection=selection) if any(sparse) else []
-    plain = dense(d, k.integer("intermediate_size")) if not all(sparse) else []
+    plain = dense(d, k.integer("intermediate_size"), bias=ffn_bias) if not all(sparse) else []
     per_layer = k.each("num_attention_heads_per_layer", layers=n, absent=heads) if name == "laguna" else [heads] * n
     layers = []
     slides = _slides(k, n) if name == "mimo_v2_flash" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .families import (
+    attention_bias,
     block,
     decoder,
     family,
@@ -146,15 +147,16 @@ def step(k: Keys) -> Architecture:
     else:
         sparse = first_dense(k, n)
     expert = k.integer("moe_intermediate_size")
+    ffn_bias, bias = k.flag("mlp_bias", absent=False), attention_bias(k)
     ffn = moe(d, expert, k.integer("n_routed_experts", "moe_num_experts", "num_experts"),
               k.integer("num_experts_per_tok", "moe_top_k"), selection="buffer",
-              shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0))
-    plain = dense(d, k.integer("intermediate_size")) if extra or not all(sparse) else []
+              shared=k.integer("share_expert_dim", "share_expert_dims", minimum=0), shared_bias=ffn_bias)
+    plain = dense(d, k.integer("intermediate_size"), bias=ffn_bias) if extra or not all(sparse) else []
     window = k.integer("sliding_window", absent=0, minimum=0) or None
     layers = []
     for i, word in enumerate([*words, *["full_attention"] * (n + extra - len(words))]):
         sliding = word == "sliding_attention"
-        mixed = gqa(d, more if sliding else heads, kv, width, qk_norm="head", gate="heads",
+        mixed = gqa(d, more if sliding else heads, kv, width, bias=bias, qk_norm="head", gate="heads",
                     window=window if sliding else None)
         on = i < n and sparse[i]
         layers.append(block("sparse" if on else "dense", mixed, ffn if on else plain, norm(d, copies=2)))
