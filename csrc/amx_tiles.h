@@ -118,12 +118,10 @@ MOEFFN_INLINE void ask(const Rows16* a, const Ahead& ahead, int64_t k) {
   }
 }
 
-// sums[2 i + j] (+)= A_i · B_j over steps [k0, k1), for two groups of 16 rows and one or two groups of 16 tokens. More
-// rows at once (four tiles) read memory more slowly: 64 streams are more than the prefetchers follow, 23 against 26 GB/s.
+// Four tiles of sums (two without a second group of tokens) from memory, or zero, and back.
 template <bool kTwo>
-static void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
-                     const Ahead& ahead) {
-  if (k0 == 0) {
+MOEFFN_INLINE void begin_sums(const float* sums, bool zero) {
+  if (zero) {
     _tile_zero(0);
     _tile_zero(2);
     if (kTwo) {
@@ -138,6 +136,23 @@ static void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t el
       _tile_loadd(3, sums + 768, 64);
     }
   }
+}
+template <bool kTwo>
+MOEFFN_INLINE void end_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(2, sums + 512, 64);
+  if (kTwo) {
+    _tile_stored(1, sums + 256, 64);
+    _tile_stored(3, sums + 768, 64);
+  }
+}
+
+// sums[2 i + j] (+)= A_i · B_j over steps [k0, k1), for two groups of 16 rows and one or two groups of 16 tokens. More
+// rows at once (four tiles) read memory more slowly: 64 streams are more than the prefetchers follow, 23 against 26 GB/s.
+template <bool kTwo>
+static void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
+                     const Ahead& ahead) {
+  begin_sums<kTwo>(sums, k0 == 0);
   const int64_t full = least(k1, elems / kStep);
   const char *p0 = a[0].data, *p1 = a[1].data;
   const int64_t s0 = a[0].stride, s1 = a[1].stride;
@@ -166,12 +181,7 @@ static void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t el
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(2, sums + 512, 64);
-  if (kTwo) {
-    _tile_stored(1, sums + 256, 64);
-    _tile_stored(3, sums + 768, 64);
-  }
+  end_sums<kTwo>(sums);
 }
 
 // Products of `panels` panels of 32 weight rows with all groups of tokens. get(p, a) gives panel p's rows, which start

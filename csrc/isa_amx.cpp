@@ -7,6 +7,8 @@
 
 #include "amx.h"
 
+#include "amx_parts.h"
+
 #include "amx_split.h"
 
 namespace moeffn {
