@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 
 #include "backward.h"
+#include "cpu.h"
 #include "pages.h"
 #include "plan.h"
 
@@ -22,7 +23,7 @@ inline Target target_of(const nanobind::object& o) {
 }
 
 // dy and x are (address, row stride) of (T, D) tensors whose elements lie side by side; addresses of what is absent are 0.
-inline const char* run_backward(const Experts& experts, int dtype, int64_t T, int64_t K, const nanobind::tuple& dy,
+inline void run_backward(const Experts& experts, int dtype, int64_t T, int64_t K, const nanobind::tuple& dy,
                                 const nanobind::tuple& x, uintptr_t h, const nanobind::tuple& plan, uintptr_t weights,
                                 bool on_input, uintptr_t dx, uintptr_t dweights, const nanobind::tuple& targets) {
   auto rows = [&](const nanobind::tuple& t) {
@@ -54,7 +55,7 @@ inline const char* run_backward(const Experts& experts, int dtype, int64_t T, in
   if (T < 0 || K < 1) throw BadArgument("weights: expected T >= 0 and K >= 1");
   nanobind::gil_scoped_release release;
   check_plan(call.plan, T * K, experts.E);
-  return backward(experts, call);
+  last_kernel = backward(experts, call);
 }
 
 // (uint8 tensor of `bytes` bytes that gives its pages back when it dies, whether they are all zeros).

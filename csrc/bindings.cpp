@@ -12,6 +12,7 @@
 #include "cpu.h"
 #include "forward.h"
 #include "kernels.h"
+#include "plain.h"
 #include "plan.h"
 #include "problem.h"
 #include "route.h"
@@ -53,18 +54,8 @@ Experts experts_of(int64_t E, int64_t F, int64_t D, const nb::tuple& activation,
   w.E = E;
   w.F = F;
   w.D = D;
-  const int kind = nb::cast<int>(activation[0]);
-  if (kind < 0 || kind > 6) throw BadArgument("activation: unknown kind " + std::to_string(kind));
   if (E < 0 || F < 1 || D < 1) throw BadArgument("weights: expected D >= 1 and F >= 1, got D = " + std::to_string(D) + ", F = " + std::to_string(F));
-  w.act.kind = static_cast<Kind>(kind);
-  w.act.gated = nb::cast<bool>(activation[1]);
-  w.act.alpha = nb::cast<float>(activation[2]);
-  w.act.has_limit = nb::cast<bool>(activation[3]);
-  w.act.limit = nb::cast<float>(activation[4]);
-  w.act.limit_after = nb::cast<bool>(activation[5]);
-  w.act.up_offset = nb::cast<float>(activation[6]);
-  w.act.softcap_gate = nb::cast<float>(activation[7]);
-  w.act.softcap_up = nb::cast<float>(activation[8]);
+  w.act = activation_of(activation);
   w.interleaved = interleaved && w.act.gated;
   w.w_in = array_of(w_in);
   w.w_out = array_of(w_out);
@@ -90,7 +81,7 @@ Forward call_of(Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t
   return f;
 }
 
-const char* run_forward(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address offsets,
+void run_forward(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address offsets,
                         Address slot_of_row, Address row_of_slot, Address weights, bool on_input, Address y, Address h) {
   Forward f = call_of(x, dtype, T, s0, s1, K, weights, on_input, y);
   f.plan.offsets = ptr<const int32_t>(offsets);
@@ -99,25 +90,40 @@ const char* run_forward(const Experts& w, Address x, int dtype, int64_t T, int64
   f.h = ptr<void>(h);
   nb::gil_scoped_release release;
   check_plan(f.plan, T * K, w.E);
-  return forward(w, f, chosen_isa());
+  last_kernel = forward(w, f, chosen_isa());
+}
+
+// Plan and forward, without the GIL.
+void moe(const Experts& w, Forward& f, const int32_t* experts) {
+  nb::gil_scoped_release release;
+  const int64_t N = f.T * f.plan.K;
+  std::vector<int32_t> memory(static_cast<size_t>(w.E + 1 + 2 * N));
+  int32_t* offsets = memory.data();
+  make_plan(experts, N, w.E, nullptr, offsets, offsets + w.E + 1, offsets + w.E + 1 + N);
+  f.plan.offsets = offsets;
+  f.plan.slot_of_row = offsets + w.E + 1;
+  f.plan.row_of_slot = offsets + w.E + 1 + N;
+  last_kernel = forward(w, f, chosen_isa());
 }
 
 // Plan and forward in one call: what inference without gradients needs.
-const char* run_moe(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address experts,
-                    Address weights, bool on_input, Address y, const Experts* shared, Address shared_gate) {
+void run_moe(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address experts,
+             Address weights, bool on_input, Address y, const Experts* shared, Address shared_gate) {
   Forward f = call_of(x, dtype, T, s0, s1, K, weights, on_input, y);
   if (shared && (shared->E != 1 || shared->D != w.D)) throw BadArgument("shared: expected one expert of the same D");
   f.shared = shared;
   f.shared_gate = ptr<const float>(shared_gate);
-  nb::gil_scoped_release release;
-  const int64_t N = T * K;
-  std::vector<int32_t> memory(static_cast<size_t>(w.E + 1 + 2 * N));
-  int32_t* offsets = memory.data();
-  make_plan(ptr<const int32_t>(experts), N, w.E, nullptr, offsets, offsets + w.E + 1, offsets + w.E + 1 + N);
-  f.plan.offsets = offsets;
-  f.plan.slot_of_row = offsets + w.E + 1;
-  f.plan.row_of_slot = offsets + w.E + 1 + N;
-  return forward(w, f, chosen_isa());
+  moe(w, f, ptr<const int32_t>(experts));
+}
+
+Plain* plain = nullptr;  // never freed: objects must not be released after the interpreter
+
+// moe_ffn(x, routing, weights), or None when the call is not plain.
+nb::object plain_moe(nb::handle x, nb::handle routing, nb::handle weights) {
+  PlainCall call;
+  if (!plain || !plain->prepare(x.ptr(), routing.ptr(), weights.ptr(), call)) return nb::none();
+  moe(call.w, call.f, call.ids);
+  return call.y;
 }
 
 void run_plan(Address experts, int64_t N, int64_t E, Address counts, Address offsets, Address slot_of_row, Address row_of_slot) {
@@ -220,6 +226,9 @@ NB_MODULE(_native, m) {
   m.def("forward", &run_forward);
   m.def("moe", &run_moe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg(), nb::arg("shared").none() = nb::none(), nb::arg("shared_gate") = 0);
+  m.def("plain_moe", &plain_moe);
+  m.def("bind_torch", [](const nb::dict& torch) { plain = new Plain(torch); });
+  m.def("last_kernel", []() { return last_kernel.load(); });
   m.def("plan", &run_plan);
   m.def("route", &run_route);
   m.def("sum_rows", &run_sum_rows);

@@ -1,5 +1,6 @@
 // Which instruction sets this machine runs, and which one is used.
 #pragma once
+#include <atomic>
 
 namespace moeffn {
 
@@ -12,5 +13,7 @@ bool isa_supported(Isa isa);
 Isa chosen_isa();
 // For tests: as MOEFFN_ISA, but at run time; nullptr goes back to the choice above.
 void force_isa(const char* name);
+// Name of the kernels of the latest call.
+inline std::atomic<const char*> last_kernel{"none"};
 
 }  // namespace moeffn

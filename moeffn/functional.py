@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from . import backends, checks, reference
 from .accounting import flop_formulas
 from .backends import Grads, Needs
+from .backends.native import plain_moe
 from .config import Activation, Layout
 from .dense import dense_ffn
 from .types import ExpertWeights, Plan, Routing
@@ -42,6 +43,12 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     Raises ValueError/TypeError for shapes, dtypes or devices that do not fit, or a backend that cannot run.
     Reference: `moeffn.reference.moe_ffn`.
     """
+    global _last_backend
+    if grad_buffers is None and not torch.compiler.is_compiling():
+        plain = plain_moe(x, routing, weights, backend)
+        if plain is not None:
+            _last_backend = "native"
+            return plain
     checks.tensor("x", x)
     checks.instance("routing", routing, Routing)
     checks.instance("weights", weights, ExpertWeights)

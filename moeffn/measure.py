@@ -82,7 +82,7 @@ def fill_normal_(tensors: Iterable[Tensor], generator: torch.Generator) -> None:
     long as a copy, where billions of draws would take minutes. The pool's length divides no usual size, so no two
     experts are equal."""
     for t in tensors:
-        pool = torch.randn(min(16_777_259, t.numel()), generator=generator) * t.shape[-1] ** -0.5
+        pool = torch.randn(min(16_777_259, t.numel()), generator=generator, device="cpu") * t.shape[-1] ** -0.5
         pool = pool.to(t.dtype).to(t.device)
         flat, done = t.view(-1), 0
         while done < flat.numel():
@@ -100,9 +100,9 @@ def sample_errors(weights: ExpertWeights, x: Tensor, experts: Tensor, backend: s
     per_slot = weights.w_in[0].numel() + weights.w_out[0].numel()
     size = max(1, min(8, x.shape[0], 1_000_000_000 // (per_slot * experts.shape[1])))
     sample = torch.linspace(0, x.shape[0] - 1, size, device=x.device).round().long().unique()
-    given = torch.rand(experts.shape, generator=torch.Generator().manual_seed(0)).to(x.device) + 0.1
+    given = torch.rand(experts.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x.device) + 0.1
     given = given / given.sum(1, keepdim=True)
-    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.device, x.dtype)
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(x.device, x.dtype)
 
     def outcome(function: Callable[..., Tensor], rows: Tensor | slice, dtype: torch.dtype, **options: str
                 ) -> list[Tensor]:

@@ -168,7 +168,7 @@ def route(logits: Tensor, config: RouterConfig, *, selection_bias: Tensor | None
         identity_rows.append((weights * is_zero).sum())
         weight_rows.append(torch.where(is_zero, weights * 0, weights))
         shared_rows.append(shared)
-        ids[t] = torch.tensor([-1 if c >= config.num_experts else c for c in chosen], dtype=torch.int32)
+        ids[t] = torch.tensor([-1 if c >= config.num_experts else c for c in chosen], dtype=torch.int32, device="cpu")
 
     def stack(values: list[Tensor], empty: tuple[int, ...]) -> Tensor:
         return torch.stack(values) if values else work.new_zeros(empty) + _nothing(work, work)
@@ -223,7 +223,7 @@ def _best(ranked: Tensor, c: RouterConfig, k: int) -> list[int]:
     if c.num_groups > 1:
         size = len(values) // c.num_groups
         groups = [sorted(values[g * size : (g + 1) * size], reverse=True) for g in range(c.num_groups)]
-        sums = [torch.tensor(g[:2], dtype=ranked.dtype).sum().item() for g in groups]
+        sums = [torch.tensor(g[:2], dtype=ranked.dtype, device="cpu").sum().item() for g in groups]
         worth = [g[0] if c.group_reduce == "max" else s for g, s in zip(groups, sums, strict=True)]
         keep = set(sorted(range(c.num_groups), key=lambda g: (-worth[g], g))[: c.topk_groups])
         fill = 0.0 if c.group_fill == "zero" else -math.inf

@@ -108,6 +108,21 @@ def test_the_reader_of_imports_reads_all_forms(tmp_path: Path, monkeypatch: pyte
         ("triton.language", True), ("typing.TYPE_CHECKING", True), ("transformers", False)}
 
 
+MAKERS = {"empty", "zeros", "ones", "full", "arange", "linspace", "eye", "tensor", "as_tensor", "rand", "randn",
+          "randint", "randperm"}
+OWN_PROCESS = ("cli", "demo.py", "distributed/bench.py", "distributed/train_example.py")  # nobody sets a default there
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=[str(p.relative_to(PACKAGE)) for p in SOURCES])
+def test_every_new_tensor_names_its_device(path: Path) -> None:
+    # torch.set_default_device moves the others under the feet of kernels that write to their address
+    if str(path.relative_to(PACKAGE)).startswith(OWN_PROCESS):
+        return
+    for call in ast.walk(ast.parse(path.read_text())):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in {f"torch.{m}" for m in MAKERS}:
+            assert any(k.arg in ("device", None) for k in call.keywords), f"{path}:{call.lineno}"
+
+
 def test_every_public_name_is_there() -> None:
     for name in moeffn.__all__:
         assert getattr(moeffn, name) is not None

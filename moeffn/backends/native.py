@@ -7,10 +7,11 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import checks
 from ..config import ACTIVATION_KINDS, NORM_FLOOR, STAND_IN, Activation, Layout, RouterConfig
-from ..types import ExpertWeights, Plan
+from ..types import ExpertWeights, Plan, Routing
 from . import native_backward
 from .base import Grads, Needs
 from .memory import buffer
@@ -25,6 +26,27 @@ except ImportError as error:
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def _bind() -> None:
+    """Hands csrc/plain.h what it asks of torch."""
+    module().bind_torch({
+        "Tensor": Tensor, "Parameter": torch.nn.Parameter, "Routing": Routing, "ExpertWeights": ExpertWeights,
+        "exchange": Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
+        "empty_like": torch.empty_like, "is_grad_enabled": torch.is_grad_enabled, "is_neg": Tensor.is_neg,
+        "is_autocast_enabled": torch.is_autocast_enabled, "is_tracing": torch._C._is_tracing,
+        "dispatch_modes": torch._C._len_torch_dispatch_stack,
+        "transforms": torch._C._are_functorch_transforms_active, "forward_ad": forward_ad,
+        "activation": _activation, "interleaved": Layout.INTERLEAVED,
+    })
+
+
+def plain_moe(x: Tensor, routing: Routing, weights: ExpertWeights, backend: str) -> Tensor | None:
+    """`moe_ffn` in one C++ call where this backend is meant, nothing watches or differentiates and all arguments fit;
+    None elsewhere. Not for code that dynamo traces."""
+    if _native is None or (backend != "auto" and backend != "native"):
+        return None
+    return _native.plain_moe(x, routing, weights)
+
+
 def module() -> ModuleType:
     """The compiled module; ImportError with the reason where it was not built."""
     if _native is None:
@@ -36,7 +58,7 @@ def _in_memory(t: Tensor) -> Tensor:
     """t as memory holds it: a lazily negated view or a tensor of symbolic zeros has no values at its address."""
     if t.is_neg():
         return t.resolve_neg()
-    return torch.zeros(t.shape, dtype=t.dtype) if t._is_zerotensor() else t
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t
 
 
 def _strided(t: Tensor) -> tuple[int, ...]:
@@ -69,8 +91,10 @@ def _with_plain_biases(ew: ExpertWeights) -> ExpertWeights:
 class NativeBackend:
     name = "native"
 
-    def __init__(self) -> None:
-        self.last_kernel = "none"  # instruction set of the latest call's kernel
+    @property
+    def last_kernel(self) -> str:
+        """Instruction set of the latest call's kernels; "none" before the first."""
+        return module().last_kernel()
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if _native is None:
@@ -96,7 +120,7 @@ class NativeBackend:
         y = buffer((T, D), x.dtype, x.device)
         h = buffer((T * K, experts.w_in.shape[1]), x.dtype, x.device) if save else None
         maps = [t.contiguous() for t in (plan.offsets, plan.slot_of_row, plan.row_of_slot)]
-        self.last_kernel = module().forward(
+        module().forward(
             _describe(experts), x.data_ptr(), _CODES[x.dtype], T, *x.stride(), K, *(t.data_ptr() for t in maps),
             weights.data_ptr(), apply_to == "input", y.data_ptr(), 0 if h is None else h.data_ptr())
         return y, h
@@ -112,8 +136,8 @@ class NativeBackend:
         x, weights = _in_memory(x), _in_memory(weights)
         experts, weights = experts.contiguous(), _float_weights(weights)
         gate = None if shared_gate is None else shared_gate.float().contiguous()
-        y = torch.empty((T, D), dtype=x.dtype)
-        self.last_kernel = module().moe(
+        y = x.new_empty((T, D))
+        module().moe(
             _describe(ew), x.data_ptr(), _CODES[x.dtype], T, *x.stride(), experts.shape[1], experts.data_ptr(),
             weights.data_ptr(), apply_to == "input", y.data_ptr(), None if shared is None else _describe(shared),
             0 if gate is None else gate.data_ptr())
@@ -133,8 +157,8 @@ class NativeBackend:
         T, E = logits.shape
         logits = _in_memory(logits).contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        ids = torch.empty((T, config.top_k), dtype=torch.int32)
-        weights = torch.empty((T, config.top_k))
+        ids = logits.new_empty((T, config.top_k), dtype=torch.int32)
+        weights = logits.new_empty((T, config.top_k))
         module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"),
                        config.order == "topk_score", config.renormalize, config.renorm_eps, config.scale,
                        0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
@@ -169,6 +193,9 @@ class NativeBackend:
     def backward(self, dy: Tensor, x: Tensor | None, h: Tensor, plan: Plan, weights: Tensor, experts: ExpertWeights, *,
                  apply_to: str, needs: Needs, into: Grads | None = None) -> Grads:
         weights, ew = _float_weights(weights), _with_plain_biases(experts)
-        grads, self.last_kernel = native_backward.run(module(), _describe(ew), dy, x, h, plan, weights, ew,
-                                                      apply_to=apply_to, needs=needs, into=into)
-        return grads
+        return native_backward.run(module(), _describe(ew), dy, x, h, plan, weights, ew, apply_to=apply_to,
+                                   needs=needs, into=into)
+
+
+if _native is not None:
+    _bind()

@@ -20,7 +20,7 @@ def sum_rows(rows: Tensor, rows_of_token: Tensor, first: Tensor | None) -> Tenso
     """rows (S, D) with any stride between rows, rows_of_token (T, R) int32, -1: none, first (T, D) -> (T, D): first,
     then the rows in order, in float32, rounded once. Raises ValueError for a row beyond S."""
     (T, R), (S, D) = rows_of_token.shape, rows.shape
-    out = torch.empty((T, D), dtype=rows.dtype)
+    out = rows.new_empty((T, D))
     index = rows_of_token.contiguous()
     if first is not None and first.stride(1) != 1:
         first = first.contiguous()

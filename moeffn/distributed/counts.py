@@ -44,7 +44,7 @@ class Counts:
     def slots_between(self) -> Tensor:
         """(G, G): slots of rank s that rank d computes."""
         G = self.rows.shape[0]
-        return torch.zeros(G, G, dtype=torch.int64).index_add_(1, self.owner, self.slots)
+        return torch.zeros(G, G, dtype=torch.int64, device="cpu").index_add_(1, self.owner, self.slots)
 
     def verify_sums(self, K: int, dedup: str) -> None:
         """Rows and slots that each rank announces must be possible together, for its tokens and this dedup level."""
@@ -68,7 +68,8 @@ class Counts:
         """ids (M, C) that came: from each source, for each place of this rank, as many slots as it announced."""
         G, P = self.slots.shape
         ids = ids.cpu().long()
-        source = torch.repeat_interleave(torch.arange(G), torch.tensor(recv), output_size=ids.shape[0])
+        ranks, times = torch.arange(G, device="cpu"), torch.tensor(recv, device="cpu")
+        source = torch.repeat_interleave(ranks, times, output_size=ids.shape[0])
         beyond = (ids >= P).any(1)
         spread = torch.where((ids >= 0) & ~beyond[:, None], ids + source[:, None] * P, G * P)
         found = torch.bincount(spread.reshape(-1), minlength=G * P + 1)[: G * P].view(G, P)

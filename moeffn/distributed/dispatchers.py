@@ -233,9 +233,10 @@ class TwoLevel:
         def handed_on(t: Tensor) -> Tensor:  # (W, …) -> (n, …): what the members of each rail tell together
             return t.view(W // n, n, *t.shape[1:]).sum(0)
 
-        here = torch.tensor([r == node for r in self._node_of_place], dtype=torch.bool)
+        here = torch.tensor([r == node for r in self._node_of_place], dtype=torch.bool, device="cpu")
         inside = Counts(self.inside.rank, handed_on(to_node[:, node]), handed_on(to_rank[:, self._first : self._last]),
-                        handed_on(told.slots) * here, torch.tensor(self._local_of_place, dtype=torch.int64))
+                        handed_on(told.slots) * here,
+                        torch.tensor(self._local_of_place, dtype=torch.int64, device="cpu"))
         return across, inside
 
     def dispatch(self, x: Tensor, routing: Routing, handle: Handle | None = None, *,

@@ -152,8 +152,8 @@ def plan_hop(transport: Transport, places: Tensor, owner: tuple[int, ...], *, de
 @functools.lru_cache(maxsize=256)
 def owners(owner: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """(P,) on `device`, with -1 at its end so that place -1 finds it, and on the host without."""
-    host = torch.tensor(owner, dtype=torch.int64)
-    return torch.cat([host, torch.tensor([-1])]).to(device), host
+    host = torch.tensor(owner, dtype=torch.int64, device="cpu")
+    return torch.cat([host, torch.tensor([-1], device="cpu")]).to(device), host
 
 
 def presence(target: Tensor, G: int, dedup: Dedup) -> Tensor:

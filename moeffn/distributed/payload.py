@@ -67,9 +67,9 @@ def tags(exchange: int, sources: Sequence[int], splits: Sequence[int], device: t
     """(sum(splits), 1) int32: the tag of row i from `sources[g]`, for segments of `splits[g]` rows."""
     total = sum(splits)
     lengths = torch.tensor(splits, device="cpu")
-    base = torch.tensor([(exchange * 1_000_003 + s * 65_537 + 12_345) % 1_000_000_007 for s in sources])
+    base = torch.tensor([(exchange * 1_000_003 + s * 65_537 + 12_345) % 1_000_000_007 for s in sources], device="cpu")
     first = lengths.cumsum(0) - lengths
-    values = torch.arange(total) + (base - first).repeat_interleave(lengths, output_size=total)
+    values = torch.arange(total, device="cpu") + (base - first).repeat_interleave(lengths, output_size=total)
     return values.to(torch.int32).to(device)[:, None]
 
 

@@ -121,12 +121,12 @@ class Replicator:
         owned = home.experts_of_rank[rank]
         width = max(len(p) for p in placement.places_of_expert)
         rows = [[*placement.places_of_expert[e], *[-1] * (width - len(placement.places_of_expert[e]))] for e in owned]
-        self.places = torch.tensor(rows, dtype=torch.int32).view(len(owned), width)
+        self.places = torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(owned), width)
         self.transport, self.placement = transport, placement
         # rows come by owner, then by its slot: ascending expert ids
         order = sorted(range(len(placement.experts_of_rank[rank])), key=lambda s: placement.experts_of_rank[rank][s])
-        self.row_of_slot = torch.tensor(order, dtype=torch.int64).argsort()
-        self.ones = torch.ones(self.places.shape, dtype=torch.float32)
+        self.row_of_slot = torch.tensor(order, dtype=torch.int64, device="cpu").argsort()
+        self.ones = torch.ones(self.places.shape, dtype=torch.float32, device="cpu")
         self._hop: Hop | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

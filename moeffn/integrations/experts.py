@@ -131,7 +131,7 @@ def agree(experts: Any, spec: ExpertsSpec) -> None:
     twin.__dict__.pop("_moeffn_spec", None)
     T, K = 6, min(2, E)
     x = probe.random(T, D, seed=50)
-    index = torch.stack([torch.arange(K) + t for t in range(T)]) % E
+    index = torch.stack([torch.arange(K, device="cpu") + t for t in range(T)]) % E
     weights = probe.random(T, K, seed=51).abs()
     with torch.no_grad():
         try:

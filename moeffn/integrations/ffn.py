@@ -147,7 +147,7 @@ def _try(module: nn.Module, found: dict[str, nn.Module], w_in: tuple[str, ...], 
         if b is not None:
             tensors[f"{name}.bias"] = b
         layers[name] = (w, b)
-    scale = torch.tensor([0.2, 1.0, 4.0, 25.0 + 3.0 * max((1.0, *numbers))], dtype=torch.float64)[:, None]
+    scale = torch.tensor([0.2, 1.0, 4.0, 25.0 + 3.0 * max((1.0, *numbers))], dtype=torch.float64, device="cpu")[:, None]
     x = probe.random(2, 4, D, seed=20) * scale
     required, optional = arguments(module)
     residual = probe.random(2, 4, D, seed=21) * scale if len(required) == 2 else None

@@ -50,7 +50,7 @@ def close(a: Tensor, b: Tensor, scale: Tensor | float = 1.0) -> bool:
     """Whether a equals b to TOLERANCE of `scale` or of the value, whichever is more; shapes must agree."""
     if a.shape != b.shape or not torch.isfinite(a).all():
         return False
-    floor = torch.as_tensor(scale, dtype=torch.float64).clamp(min=1e-30)
+    floor = torch.as_tensor(scale, dtype=torch.float64, device=b.device).clamp(min=1e-30)
     return bool(((a.double() - b.double()).abs() <= TOLERANCE * torch.maximum(b.double().abs(), floor)).all())
 
 

@@ -130,14 +130,15 @@ class _Recorder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x)
-        return torch.zeros(*x.shape[:-1], ffn.D, dtype=x.dtype)
+        return x.new_zeros(*x.shape[:-1], ffn.D)
 
 
 @torch.no_grad()
 def _dense_first(output: nn.Module) -> bool:
     """Whether output(h, residual) calls dense(h), once and with h itself."""
     recorder = _Recorder()
-    tensors = {n: torch.ones(ffn.D, dtype=torch.float64) for n, p in output.named_parameters() if p.ndim == 1}
+    ones = torch.ones(ffn.D, dtype=torch.float64, device="cpu")
+    tensors = {n: ones.clone() for n, p in output.named_parameters() if p.ndim == 1}
     tensors.update({n: t for n, t in tensors.items() if not n.startswith("dense.")})
 
     def swap_out(name: str, child: nn.Module) -> nn.Module | None:

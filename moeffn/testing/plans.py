@@ -22,7 +22,7 @@ def check_plan(make: Callable[[Tensor, int], Plan], *, skip: Collection[str] = (
              for T, K, E in ((13, 2, 5), (1, 1, 1), (40, 4, 64))]
     dropped = cases[0].clone()
     dropped[::3] = -1
-    cases += [dropped, torch.full((3, 2), -1, dtype=torch.int32), torch.zeros(0, 2, dtype=torch.int32)]
+    cases += [dropped, torch.full_like(dropped[:3], -1), dropped[:0]]
 
     def each(compare: Callable[[Plan, Tensor, int], None]) -> Callable[[], None]:
         def check() -> None:

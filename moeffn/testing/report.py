@@ -98,10 +98,11 @@ class Subject:
     def randn(self, rows: int, width: int | None = None, *, seed: int = 0) -> Tensor:
         """(rows, width) of unit variance; width defaults to that of the input."""
         g = torch.Generator().manual_seed(seed)
-        return torch.randn(rows, self.width if width is None else width, generator=g).to(self.device, self.dtype)
+        x = torch.randn(rows, self.width if width is None else width, generator=g, device="cpu")
+        return x.to(self.device, self.dtype)
 
     def shuffled(self, n: int) -> Tensor:
-        return torch.randperm(n, generator=torch.Generator().manual_seed(5)).to(self.device)
+        return torch.randperm(n, generator=torch.Generator().manual_seed(5), device="cpu").to(self.device)
 
     def with_call(self, call: Any) -> Any:
         """The same subject around another module."""
@@ -135,7 +136,7 @@ def compare_gradient(subject: Subject, loss: Callable[[Tensor], Tensor], x: Tens
     grads = torch.autograd.grad(y, list(targets.values()), allow_unused=True)
     g = torch.Generator().manual_seed(6)
     for (name, target), grad in zip(targets.items(), grads, strict=True):
-        v = torch.randn(target.shape, generator=g, dtype=torch.float64).to(target.device)
+        v = torch.randn(target.shape, generator=g, dtype=torch.float64, device="cpu").to(target.device)
         got = 0.0 if grad is None else float((grad.double() * v).sum())
         slopes = []
         with torch.no_grad():

@@ -45,15 +45,16 @@ def make_routing(spec: str, T: int, K: int, E: int, seed: int = 0) -> Routing:
         ids = _balanced(T, K, E, g)
     else:
         # Draws without replacement, by the Gumbel trick: the K largest of log-chance + noise.
-        noise = -torch.log(-torch.log(torch.rand(T, E, generator=g, dtype=torch.float64).clamp(1e-300, 1 - 1e-16)))
+        chance = torch.rand(T, E, generator=g, dtype=torch.float64, device="cpu").clamp(1e-300, 1 - 1e-16)
+        noise = -torch.log(-torch.log(chance))
         ids = (_log_chances(spec, name, argument, K, E, g) + noise).topk(K, dim=1).indices
-    weights = torch.rand(T, K, generator=g) + 0.1
+    weights = torch.rand(T, K, generator=g, device="cpu") + 0.1
     return Routing(ids.to(torch.int32), weights / weights.sum(1, keepdim=True))
 
 
 def _log_chances(spec: str, name: str, argument: str, K: int, E: int, g: torch.Generator) -> Tensor:
     """Log-chance of each expert (E,), up to a constant."""
-    rank = torch.randperm(E, generator=g).double()  # which expert is the most popular is drawn, too
+    rank = torch.randperm(E, generator=g, device="cpu").double()  # which expert is the most popular is drawn, too
     far = 1e6  # above any Gumbel noise: experts this far below are taken only when no others are left
     try:
         if name == "zipf":
@@ -73,8 +74,8 @@ def _log_chances(spec: str, name: str, argument: str, K: int, E: int, g: torch.G
 
 
 def _balanced(T: int, K: int, E: int, g: torch.Generator) -> Tensor:
-    slots = torch.arange(T * K).view(T, K) % E  # K consecutive ids: distinct in a token, even over all
-    return torch.randperm(E, generator=g)[slots][torch.randperm(T, generator=g)]
+    slots = torch.arange(T * K, device="cpu").view(T, K) % E  # K consecutive ids: distinct in a token, even over all
+    return torch.randperm(E, generator=g, device="cpu")[slots][torch.randperm(T, generator=g, device="cpu")]
 
 
 def _read(file: Path) -> np.ndarray:
@@ -103,7 +104,7 @@ def _trace(path: str, T: int, K: int, E: int) -> Tensor:
         raise checks.bad("routing trace", f"integers of shape (rows >= 1, K = {K})", f"{array.dtype} {array.shape}")
     if array.min() < -1 or array.max() >= E:
         raise checks.bad("routing trace", f"ids of -1 .. {E - 1}", f"{array.min()} .. {array.max()}")
-    return torch.from_numpy(array.astype(np.int64))[torch.arange(T) % array.shape[0]]
+    return torch.from_numpy(array.astype(np.int64))[torch.arange(T, device="cpu") % array.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ def error_budget(run: Callable[..., Tensor], plain: Callable[..., Tensor], *inpu
         y = function(*tensors)
         if not cotangent:
             g = torch.Generator().manual_seed(seed)
-            cotangent.append(torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.device).to(dtype))
+            dy = torch.randn(y.shape, generator=g, dtype=torch.float64, device="cpu")
+            cotangent.append(dy.to(y.device).to(dtype))
         found = {"output": y}
         wanted = {f"gradient of input {i}": t for i, t in enumerate(tensors) if t.requires_grad}
         if wanted:

@@ -1,0 +1,246 @@
+// Plain inference straight from Python objects, in one call. While a layer decodes, its weights stream through the caches,
+// so that the next call finds none of Python's memory there, and each attribute or method of a tensor that Python touches
+// costs 3 to 10 us: 0.2 to 0.4 ms a call in all, where the kernels take 2. Here everything is read from C++, tensors through
+// the table of C functions that torch offers for exchanging them (DLPack). What is not plain is left to Python.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "problem.h"
+
+namespace moeffn {
+
+namespace nb = nanobind;
+
+// Of dlpack.h, major version 1.
+struct Described {
+  void* data;
+  int32_t device_type, device_id, ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+struct Exchange {
+  uint32_t major, minor;
+  void *older, *allocate, *share, *make;
+  int (*describe)(void* tensor, Described* out);
+  void* stream;
+};
+
+// A call that is being prepared, and what it keeps alive.
+struct PlainCall {
+  Experts w;
+  Forward f;
+  const int32_t* ids = nullptr;
+  nb::object y;
+  nb::object held[10];
+  int count = 0;
+  bool grad = false;  // gradients are on: a tensor that requires one is not plain
+};
+
+// What moeffn/backends/native.py makes of a moeffn.config.Activation.
+inline Activation activation_of(const nb::tuple& t) {
+  const int kind = nb::cast<int>(t[0]);
+  if (kind < 0 || kind > 6) throw BadArgument("activation: unknown kind " + std::to_string(kind));
+  Activation a;
+  a.kind = static_cast<Kind>(kind);
+  a.gated = nb::cast<bool>(t[1]);
+  a.alpha = nb::cast<float>(t[2]);
+  a.has_limit = nb::cast<bool>(t[3]);
+  a.limit = nb::cast<float>(t[4]);
+  a.limit_after = nb::cast<bool>(t[5]);
+  a.up_offset = nb::cast<float>(t[6]);
+  a.softcap_gate = nb::cast<float>(t[7]);
+  a.softcap_up = nb::cast<float>(t[8]);
+  return a;
+}
+
+class Plain {
+ public:
+  // `torch`: the classes and functions named below, each by its name.
+  explicit Plain(const nb::dict& torch) : torch_(torch) {
+    auto get = [&](const char* name) { return nb::object(torch[name]).ptr(); };
+    tensor_ = get("Tensor");
+    parameter_ = get("Parameter");
+    routing_ = get("Routing");
+    weights_ = get("ExpertWeights");
+    empty_like_ = get("empty_like");
+    is_grad_enabled_ = get("is_grad_enabled");
+    is_autocast_enabled_ = get("is_autocast_enabled");
+    dispatch_modes_ = get("dispatch_modes");
+    transforms_ = get("transforms");
+    is_tracing_ = get("is_tracing");
+    is_neg_ = get("is_neg");
+    forward_ad_ = get("forward_ad");
+    activation_ = get("activation");
+    interleaved_ = get("interleaved");
+    const auto* table = static_cast<const Exchange*>(PyCapsule_GetPointer(get("exchange"), "dlpack_exchange_api"));
+    if (!table) throw nb::python_error();
+    if (table->major == 1) describe_ = table->describe;
+  }
+
+  // True when `call` is ready to run and y allocated; false for what is not plain: tensors of other types or elsewhere, a
+  // gradient, a transform or a trace, arguments that do not fit.
+  bool prepare(PyObject* x, PyObject* routing, PyObject* weights, PlainCall& call) {
+    const bool plain = describe_ && type_is(routing, routing_) && type_is(weights, weights_) && nothing_watches(call) &&
+                       read_weights(weights, call) && read_routing(routing, call) && read_x(x, call);
+    if (PyErr_Occurred()) PyErr_Clear();  // Python meets the same fault again, and reports it
+    return plain;
+  }
+
+ private:
+  static bool type_is(PyObject* o, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(o)) == type; }
+
+  // Whether a function of no arguments, or of one, gives a true value; a fault counts as true.
+  static bool says(PyObject* function, PyObject* argument = nullptr) {
+    PyObject* result = argument ? PyObject_CallOneArg(function, argument) : PyObject_CallNoArgs(function);
+    if (!result) return true;
+    const int truth = PyObject_IsTrue(result);
+    Py_DECREF(result);
+    return truth != 0;
+  }
+
+  bool nothing_watches(PlainCall& call) {
+    if (says(dispatch_modes_) || says(transforms_) || says(is_tracing_) || says(is_autocast_enabled_, names_.cpu)) return false;
+    const nb::object level = nb::steal(PyObject_GetAttr(forward_ad_, names_.current_level));
+    call.grad = says(is_grad_enabled_);
+    return level.is_valid() && PyLong_AsLong(level.ptr()) < 0;
+  }
+
+  // An attribute, kept alive as long as the call; nullptr when there is none.
+  static PyObject* field(PyObject* o, PyObject* name, PlainCall& call) {
+    nb::object& slot = call.held[call.count++];
+    slot = nb::steal(PyObject_GetAttr(o, name));
+    return slot.ptr();
+  }
+
+  // A tensor as it lies in memory; false when there is none to read, or it wants a gradient.
+  bool tensor(PyObject* o, int ndim, const PlainCall& call, Described& d) {
+    if (!o || !(type_is(o, tensor_) || type_is(o, parameter_)) || describe_(o, &d) != 0) return false;
+    if (d.device_type != 1 || d.lanes != 1 || (ndim && d.ndim != ndim) || says(is_neg_, o)) return false;
+    if (!d.data) return false;  // symbolic zeros
+    d.data = static_cast<char*>(d.data) + d.byte_offset;
+    return !call.grad || nb::steal(PyObject_GetAttr(o, names_.requires_grad)).is(Py_False);
+  }
+
+  static bool dtype_of(const Described& d, DType& to) {
+    if (d.code == 4 && d.bits == 16) return to = DType::bf16, true;
+    if (d.code == 2 && d.bits == 16) return to = DType::f16, true;
+    return to = DType::f32, d.code == 2 && d.bits == 32;
+  }
+
+  static bool contiguous(const Described& d) {
+    int64_t expected = 1;
+    for (int i = d.ndim - 1; i >= 0; --i) {
+      if (d.shape[i] != 1 && d.strides[i] != expected) return false;
+      expected *= d.shape[i];
+    }
+    return expected > 0;  // something is in it
+  }
+
+  static bool shape_is(const Described& d, std::initializer_list<int64_t> expected) {
+    return d.ndim == static_cast<int>(expected.size()) && std::equal(expected.begin(), expected.end(), d.shape);
+  }
+
+  static bool array_of(const Described& d, Array& a) {
+    a.data = d.data;
+    a.s0 = d.strides[0];
+    a.s1 = d.strides[1];
+    a.s2 = d.ndim > 2 ? d.strides[2] : 0;
+    return dtype_of(d, a.dtype);
+  }
+
+  bool read_activation(PyObject* activation, Activation& to) {
+    auto known = activations_.find(activation);
+    if (known == activations_.end()) {
+      if (activations_.size() >= 256) activations_.clear();
+      const nb::object values = nb::steal(PyObject_CallOneArg(activation_, activation));
+      if (!values.is_valid()) return false;
+      known = activations_.emplace(activation, Known{nb::borrow(activation), activation_of(nb::cast<nb::tuple>(values))}).first;
+    }
+    to = known->second.act;
+    return true;
+  }
+
+  bool read_weights(PyObject* weights, PlainCall& call) {
+    Experts& w = call.w;
+    PyObject *activation = field(weights, names_.activation, call), *layout = field(weights, names_.layout, call);
+    Described in, out;
+    if (!activation || !layout || !read_activation(activation, w.act)) return false;
+    if (!tensor(field(weights, names_.w_in, call), 3, call, in)) return false;
+    if (!tensor(field(weights, names_.w_out, call), 3, call, out)) return false;
+    w.interleaved = layout == interleaved_ && w.act.gated;
+    w.E = in.shape[0];
+    w.D = in.shape[2];
+    w.F = w.act.gated ? in.shape[1] / 2 : in.shape[1];
+    if (w.E < 1 || w.F < 1 || w.D < 1 || in.shape[1] != w.in_rows() || !shape_is(out, {w.E, w.D, w.F})) return false;
+    if (!array_of(in, w.w_in) || !array_of(out, w.w_out) || w.w_in.dtype != w.w_out.dtype) return false;
+    return read_bias(weights, names_.b_in, w.in_rows(), w.b_in, call) && read_bias(weights, names_.b_out, w.D, w.b_out, call);
+  }
+
+  bool read_bias(PyObject* weights, PyObject* name, int64_t width, Array& to, PlainCall& call) {
+    PyObject* bias = field(weights, name, call);
+    Described d;
+    return bias == Py_None || (tensor(bias, 2, call, d) && shape_is(d, {call.w.E, width}) && array_of(d, to));
+  }
+
+  bool read_routing(PyObject* routing, PlainCall& call) {
+    if (field(routing, names_.identity_weights, call) != Py_None) return false;
+    PyObject* apply_to = field(routing, names_.apply_to, call);
+    if (!apply_to || !PyUnicode_Check(apply_to)) return false;
+    call.f.apply_to_input = PyUnicode_CompareWithASCIIString(apply_to, "input") == 0;
+    Described ids, scales;
+    if (!tensor(field(routing, names_.experts, call), 2, call, ids)) return false;
+    if (!tensor(field(routing, names_.weights, call), 2, call, scales)) return false;
+    if (ids.code != 0 || ids.bits != 32 || scales.code != 2 || scales.bits != 32) return false;
+    if (!contiguous(ids) || !contiguous(scales) || !shape_is(scales, {ids.shape[0], ids.shape[1]})) return false;
+    call.f.T = ids.shape[0];
+    call.f.plan.K = ids.shape[1];
+    call.ids = static_cast<const int32_t*>(ids.data);
+    call.f.weights = static_cast<const float*>(scales.data);
+    return true;
+  }
+
+  bool read_x(PyObject* x, PlainCall& call) {
+    Described in, out;
+    const Experts& w = call.w;
+    Array& a = call.f.x;
+    if (!tensor(x, 0, call, in) || in.ndim < 1 || in.shape[in.ndim - 1] != w.D) return false;
+    if (!contiguous(in) || !dtype_of(in, a.dtype)) return false;
+    if (a.dtype != DType::f32 && a.dtype != w.w_in.dtype) return false;  // what is narrower than the weights is widened
+    int64_t tokens = 1;
+    for (int i = 0; i + 1 < in.ndim; ++i) tokens *= in.shape[i];
+    if (tokens != call.f.T) return false;
+    a.data = in.data;
+    a.s0 = w.D;
+    a.s1 = 1;
+    call.y = nb::steal(PyObject_CallOneArg(empty_like_, x));
+    if (!call.y.is_valid() || !tensor(call.y.ptr(), in.ndim, call, out) || !contiguous(out)) return false;
+    if (out.code != in.code || out.bits != in.bits || !std::equal(in.shape, in.shape + in.ndim, out.shape)) return false;
+    call.f.y = out.data;
+    return true;
+  }
+
+  struct Known {
+    nb::object held;
+    Activation act;
+  };
+  nb::dict torch_;  // keeps alive what the pointers point to
+  PyObject *tensor_, *parameter_, *routing_, *weights_, *empty_like_, *is_grad_enabled_, *is_autocast_enabled_;
+  PyObject *dispatch_modes_, *transforms_, *is_tracing_, *is_neg_, *forward_ad_, *activation_, *interleaved_;
+  int (*describe_)(void*, Described*) = nullptr;
+  struct Names {
+    PyObject* of(const char* text) { return PyUnicode_InternFromString(text); }
+    PyObject *activation = of("activation"), *layout = of("layout"), *w_in = of("w_in"), *w_out = of("w_out"),
+             *b_in = of("b_in"), *b_out = of("b_out"), *identity_weights = of("identity_weights"),
+             *apply_to = of("apply_to"), *experts = of("experts"), *weights = of("weights"),
+             *requires_grad = of("requires_grad"), *current_level = of("_current_level"), *cpu = of("cpu");
+  } names_;
+  std::unordered_map<PyObject*, Known> activations_;
+};
+
+}  // namespace moeffn

@@ -1,0 +1,275 @@
+"""Backend "native": plain inference in one C++ call gives what the path through Python gives, or is left to that."""
+
+from __future__ import annotations
+
+import threading
+
+import problems
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moeffn
+from moeffn import Activation, Layout, Routing, functional
+from moeffn.backends.native import plain_moe
+from moeffn.config import SWIGLU
+from moeffn.types import ExpertWeights
+
+native = pytest.importorskip("moeffn._native")
+
+E, D, F, T, K = 6, 24, 10, 5, 2
+
+
+def weights(dtype=torch.float32, activation=SWIGLU, layout=Layout.CONCAT, bias=True):
+    rows = activation.width_in(F)
+    shapes = [(E, rows, D), (E, D, F), *([(E, rows), (E, D)] if bias else [])]
+    return ExpertWeights(*(torch.randn(s).to(dtype) for s in shapes), activation=activation, layout=layout)
+
+
+def routing(apply_to="output", **kwargs):
+    return Routing(torch.randint(-1, E + 1, (T, K), dtype=torch.int32), torch.rand(T, K), apply_to=apply_to, **kwargs)
+
+
+def in_python(monkeypatch, *args, **kwargs):
+    with monkeypatch.context() as m:
+        m.setattr(functional, "plain_moe", lambda *a: None)
+        return moeffn.moe_ffn(*args, **kwargs)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What each call of the quick path gave, in order."""
+    seen = []
+
+    def record(*args):
+        y = plain_moe(*args)
+        seen.append(y is not None)
+        return y
+
+    monkeypatch.setattr(functional, "plain_moe", record)
+    return seen
+
+
+@pytest.mark.parametrize("name", problems.ACTIVATIONS)
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16,) * 2,
+                                    (torch.float32, torch.bfloat16)], ids=str)
+def test_every_kind_is_the_same_to_the_bit(monkeypatch, taken, name, dtypes):
+    for layout in Layout:
+        for bias in (False, True):
+            for apply_to in ("output", "input"):
+                ew = weights(dtypes[1], problems.ACTIVATIONS[name], layout, bias)
+                x, r = torch.randn(T, D).to(dtypes[0]), routing(apply_to)
+                y = moeffn.moe_ffn(x, r, ew)
+                assert taken.pop() and y.dtype == x.dtype and moeffn.last_backend() == "native"
+                assert torch.equal(y, in_python(monkeypatch, x, r, ew))
+
+
+def test_shapes_strides_and_parameters(monkeypatch, taken):
+    turned = [torch.randn(E, D, 2 * F).transpose(1, 2), torch.randn(E, F, D).transpose(1, 2)]
+    wide = [torch.randn(E, 4 * F, 2 * D)[:, ::2, ::2], torch.randn(E, D, 3 * F)[:, :, F : 2 * F]]
+    biases = [torch.randn(2 * F, E).t(), torch.randn(E, 2 * D)[:, ::2]]
+    for ew in (ExpertWeights(*turned), ExpertWeights(*wide, *biases), ExpertWeights(*map(nn.Parameter, turned))):
+        for shape in ((T, D), (1, T, 1, D)):
+            x, r = torch.randn(shape), routing()
+            with torch.no_grad():
+                y = moeffn.moe_ffn(x, r, ew, backend="native")
+                assert taken.pop() and y.shape == shape and y.is_contiguous() and type(y) is torch.Tensor
+                assert torch.equal(y, in_python(monkeypatch, x, r, ew))
+    one = Routing(torch.tensor([[3, 1]], dtype=torch.int32), torch.rand(1, 2))
+    x = torch.randn(D)  # no dimension of tokens
+    ew = weights()
+    assert torch.equal(moeffn.moe_ffn(x, one, ew), moeffn.moe_ffn(x[None], one, ew)[0]) and all(taken)
+
+
+def test_inference_tensors_and_weights_that_changed(monkeypatch, taken):
+    ew = weights()
+    with torch.inference_mode():
+        x, r = torch.randn(T, D), routing()
+        y = moeffn.moe_ffn(x, r, ew)
+        assert y.is_inference() and torch.equal(y, in_python(monkeypatch, x, r, ew))
+    first = moeffn.moe_ffn(x, r, ew)
+    assert not first.is_inference()
+    ew.w_in.mul_(2.0)
+    ew.w_out.data = torch.randn(E, D, F)  # other memory under the same tensor
+    y = moeffn.moe_ffn(x, r, ew)
+    assert taken == [True] * 3 and not torch.equal(y, first) and torch.equal(y, in_python(monkeypatch, x, r, ew))
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def watched(mode):
+    def call(x, r, ew):
+        with mode():
+            return moeffn.moe_ffn(x, r, ew)
+    return call
+
+
+def mapped(x, r, ew):
+    return torch.func.vmap(lambda x: moeffn.moe_ffn(x, r, ew))(x[None])[0]
+
+
+def replaced(**fields):
+    """A call with some fields of the routing or the weights exchanged behind the dataclasses' backs."""
+    def call(x, r, ew):
+        for name, value in fields.items():
+            object.__setattr__(r if hasattr(r, name) and name != "weights" else ew, name, value(ew, r))
+        return moeffn.moe_ffn(x, r, ew)
+    return call
+
+
+NOT_PLAIN = {
+    "dispatch mode": watched(Watching),
+    "autocast": watched(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "vmap": mapped,
+    "jit.trace": lambda x, r, ew: torch.jit.trace(lambda x: moeffn.moe_ffn(x, r, ew), x, check_trace=False)(x),
+    "x wants a gradient": lambda x, r, ew: moeffn.moe_ffn(x.requires_grad_(), r, ew),
+    "a weight wants a gradient": lambda x, r, ew: [ew.b_out.requires_grad_(), moeffn.moe_ffn(x, r, ew)][1],
+    "routing weights want a gradient": lambda x, r, ew: [r.weights.requires_grad_(), moeffn.moe_ffn(x, r, ew)][1],
+    "a subclass": lambda x, r, ew: moeffn.moe_ffn(x.as_subclass(Tagged), r, ew),
+    "negated x": lambda x, r, ew: moeffn.moe_ffn(torch._neg_view(-x), r, ew),
+    "symbolic zeros": lambda x, r, ew: moeffn.moe_ffn(torch._efficientzerotensor((T, D)), r, ew),
+    "columns of x apart": lambda x, r, ew: moeffn.moe_ffn(x.t().contiguous().t(), r, ew),
+    "columns of ids apart": replaced(experts=lambda ew, r: r.experts.t().contiguous().t()),
+    "float64": lambda x, r, ew: moeffn.moe_ffn(x.double(), r, ew),
+    "x narrower than the weights": lambda x, r, ew: moeffn.moe_ffn(x.bfloat16(), r, ew),
+    "no tokens": lambda x, r, ew: moeffn.moe_ffn(x[:0], Routing(r.experts[:0], r.weights[:0]), ew),
+    "identity experts": lambda x, r, ew: moeffn.moe_ffn(
+        x, Routing(r.experts, r.weights, identity_weights=torch.rand(T)), ew),
+    "another backend": lambda x, r, ew: moeffn.moe_ffn(x, r, ew, backend="torch"),
+    "buffers": lambda x, r, ew: moeffn.moe_ffn(x, r, ew, grad_buffers=moeffn.backends.Grads()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_plain_is_left_to_python(monkeypatch, taken, name):
+    found = []
+    for path in (functional.plain_moe, lambda *a: None):
+        torch.manual_seed(3)
+        args = torch.randn(T, D), routing(), weights()
+        monkeypatch.setattr(functional, "plain_moe", path)
+        found.append(NOT_PLAIN[name](*args))
+    assert not any(taken) and torch.equal(*found) and found[0].dtype == found[1].dtype
+    assert type(found[0]) is type(found[1]) and found[0].requires_grad == found[1].requires_grad
+
+
+WRONG = {
+    "x of another width": (lambda x, r, ew: (x[:, 1:].contiguous(), r, ew), ValueError, "x: expected last dimension D"),
+    "x of integers": (lambda x, r, ew: (x.int(), r, ew), TypeError, "x: expected a floating-point dtype"),
+    "x is a list": (lambda x, r, ew: (x.tolist(), r, ew), TypeError, "x: expected a torch.Tensor"),
+    "x elsewhere": (lambda x, r, ew: (x.to("meta"), r, ew), ValueError, "device"),
+    "other tokens": (lambda x, r, ew: (x[1:], r, ew), ValueError, "routing.experts: expected T = 4"),
+    "a tuple for a routing": (lambda x, r, ew: (x, (r.experts, r.weights), ew), TypeError, "routing: expected Routing"),
+    "a tensor for weights": (lambda x, r, ew: (x, r, ew.w_in), TypeError, "weights: expected ExpertWeights"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_as_ever(name):
+    change, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        moeffn.moe_ffn(*change(torch.randn(T, D), routing(), weights()))
+
+
+def test_weights_that_no_longer_fit_never_reach_the_kernels():
+    for name, wrong in (("w_out", torch.randn(E, D, F + 1)), ("w_in", torch.randn(E - 1, 2 * F, D)),
+                        ("b_in", torch.randn(E, 1)), ("w_out", torch.randn(E, D, F).double())):
+        ew = weights()
+        object.__setattr__(ew, name, wrong)
+        assert plain_moe(torch.randn(T, D), routing(), ew, "native") is None
+    r = routing()
+    object.__setattr__(r, "weights", torch.rand(T, K + 1))
+    assert plain_moe(torch.randn(T, D), r, weights(), "native") is None
+    object.__setattr__(r, "weights", torch.rand(T, K).double())
+    assert plain_moe(torch.randn(T, D), r, weights(), "native") is None
+
+
+def test_tangents_are_refused():
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(T, D), torch.randn(T, D))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            moeffn.moe_ffn(x, routing(), weights())
+
+
+class Elsewhere(TorchFunctionMode):
+    """Exchanges what torch.empty_like makes."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self.make(args[0]) if func is torch.empty_like else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: torch.empty(x.shape, device="meta"), lambda x: x.new_empty(3, 3), lambda x: None,
+    lambda x: x.new_empty(x.shape, dtype=torch.float16), lambda x: x.new_empty(D, T).t()])
+def test_a_result_of_another_kind_is_not_written_to(monkeypatch, make):
+    x, r, ew = torch.randn(T, D), routing(), weights()
+    with Elsewhere(make):
+        y = moeffn.moe_ffn(x, r, ew)
+    assert torch.equal(y, in_python(monkeypatch, x, r, ew))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch", "reference"])
+def test_the_default_device_and_dtype_do_not_matter(monkeypatch, backend):
+    config = moeffn.RouterConfig(num_experts=E, top_k=K)
+    logits, x, ew, dy = torch.randn(T, E), torch.randn(T, D), weights(), torch.randn(T, D)
+
+    def run():
+        route = moeffn.route(logits, config, backend=backend)
+        y = moeffn.moe_ffn(x, route, ew, backend=backend)
+        python = in_python(monkeypatch, x, route, ew, backend=backend)
+        leaves = [t.clone().requires_grad_() for t in (logits, x, ew.w_in, ew.w_out)]
+        route = moeffn.route(leaves[0], config, backend=backend)
+        moeffn.moe_ffn(leaves[1], route, ExpertWeights(*leaves[2:]), backend=backend).backward(dy)
+        return y, python, *(t.grad for t in leaves)
+
+    expected = run()
+    with torch.device("meta"):
+        found = [run()]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found.append(run())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for tensors in found:
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, expected, strict=True))
+
+
+def test_many_threads_at_once():
+    cases = [(torch.randn(T, D), routing(), weights(activation=Activation(kind=k))) for k in ("silu", "gelu", "relu")]
+    expected = [moeffn.moe_ffn(*c) for c in cases]
+    wrong = []
+
+    def work(i):
+        for _ in range(200):
+            if not torch.equal(moeffn.moe_ffn(*cases[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i % len(cases),)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_many_activations(monkeypatch):
+    x, r, like = torch.randn(T, D), routing(), weights()
+    for i in range(600):  # more than are remembered, each at the address of one before
+        ew = ExpertWeights(like.w_in, like.w_out, activation=Activation(kind="silu", alpha=1.0 + i))
+        y = moeffn.moe_ffn(x, r, ew)
+        if i % 50 == 0:
+            assert torch.equal(y, in_python(monkeypatch, x, r, ew))
