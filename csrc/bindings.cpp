@@ -148,6 +148,18 @@ void run_route(Address logits, int64_t T, int64_t E, int64_t K, int score, bool 
   route(r, ptr<const float>(logits), T, ptr<int32_t>(experts), ptr<float>(weights));
 }
 
+// (experts, weights, logits) of a router, or None when the call is not plain.
+nb::object plain_route(nb::handle x, nb::handle weight, nb::handle bias, nb::handle selection_bias, nb::handle config) {
+  PlainRoute call;
+  if (!plain || !plain->prepare(x.ptr(), weight.ptr(), bias.ptr(), selection_bias.ptr(), config.ptr(), call)) return nb::none();
+  {
+    nb::gil_scoped_release release;
+    logits(call.s, chosen_isa());
+    route(call.r, call.s.out, call.s.T, call.experts, call.weights);
+  }
+  return call.outputs;
+}
+
 void run_sum_rows(int dtype, int64_t T, int64_t R, int64_t D, Address rows, int64_t S, int64_t row_bytes, Address index,
                   Address first, int64_t first_bytes, Address y) {
   RowSum s;
@@ -227,6 +239,7 @@ NB_MODULE(_native, m) {
   m.def("moe", &run_moe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
         nb::arg(), nb::arg(), nb::arg("shared").none() = nb::none(), nb::arg("shared_gate") = 0);
   m.def("plain_moe", &plain_moe);
+  m.def("plain_route", &plain_route, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg());
   m.def("bind_torch", [](const nb::dict& torch) { plain = new Plain(torch); });
   m.def("last_kernel", []() { return last_kernel.load(); });
   m.def("plan", &run_plan);

@@ -14,5 +14,7 @@
 
 #include "finish.h"
 
+#include "logits.h"
+
 #include "ffn.h"
 #include "probe.h"

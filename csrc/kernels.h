@@ -75,6 +75,8 @@ struct Kernels {
   void (*combine)(const Sum&, int64_t t0, int64_t t1, int64_t d0, int64_t d1);
   int64_t f_step;
   const char* name;
+  // A router's logits for classes [c0, c1). `tile` has room for T rows of D + 32 floats; `fill`: x is not in it yet.
+  void (*logits)(const Scores&, int64_t c0, int64_t c1, float* tile, bool fill);
 };
 
 // What the machine can do at most (probe.h): FLOPs of a loop in registers for fp32 and bf16, and a plain read.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "problem.h"
+#include "route.h"
 
 namespace moeffn {
 
@@ -42,6 +43,29 @@ struct PlainCall {
   bool grad = false;  // gradients are on: a tensor that requires one is not plain
 };
 
+// A router's call that is being prepared.
+struct PlainRoute {
+  Router r;
+  Scores s;
+  nb::object outputs;  // (experts, weights, logits)
+  bool grad = false;
+  int32_t* experts = nullptr;
+  float* weights = nullptr;
+};
+
+// What moeffn/backends/native.py makes of a moeffn.config.RouterConfig.
+inline Router router_of(const nb::tuple& t) {
+  Router r;
+  r.E = nb::cast<int64_t>(t[0]);
+  r.K = nb::cast<int64_t>(t[1]);
+  r.score = nb::cast<bool>(t[2]) ? Score::sigmoid : Score::softmax;
+  r.score_selected = nb::cast<bool>(t[3]);
+  r.renormalize = nb::cast<bool>(t[4]);
+  r.renorm_eps = nb::cast<float>(t[5]);
+  r.scale = nb::cast<float>(t[6]);
+  return r;
+}
+
 // What moeffn/backends/native.py makes of a moeffn.config.Activation.
 inline Activation activation_of(const nb::tuple& t) {
   const int kind = nb::cast<int>(t[0]);
@@ -59,6 +83,34 @@ inline Activation activation_of(const nb::tuple& t) {
   return a;
 }
 
+// What a function in Python makes of a frozen object, asked once for each object.
+template <class T, T (*read)(const nb::tuple&)>
+class Known {
+ public:
+  // False when it makes nothing of it.
+  bool find(PyObject* object, PyObject* function, T& to) {
+    auto at = known_.find(object);
+    if (at == known_.end()) {
+      const nb::object values = nb::steal(PyObject_CallOneArg(function, object));
+      if (!values.is_valid()) return false;
+      if (known_.size() >= 256) known_.clear();
+      Entry entry{nb::borrow(object), !values.is_none(), T()};
+      if (entry.some) entry.value = read(nb::cast<nb::tuple>(values));
+      at = known_.emplace(object, std::move(entry)).first;
+    }
+    to = at->second.value;
+    return at->second.some;
+  }
+
+ private:
+  struct Entry {
+    nb::object held;  // so that no other object takes its address
+    bool some;
+    T value;
+  };
+  std::unordered_map<PyObject*, Entry> known_;
+};
+
 class Plain {
  public:
   // `torch`: the classes and functions named below, each by its name.
@@ -67,28 +119,38 @@ class Plain {
     tensor_ = get("Tensor");
     parameter_ = get("Parameter");
     routing_ = get("Routing");
-    weights_ = get("ExpertWeights");
     empty_like_ = get("empty_like");
     is_grad_enabled_ = get("is_grad_enabled");
     is_autocast_enabled_ = get("is_autocast_enabled");
     dispatch_modes_ = get("dispatch_modes");
-    transforms_ = get("transforms");
     is_tracing_ = get("is_tracing");
     is_neg_ = get("is_neg");
     forward_ad_ = get("forward_ad");
     activation_ = get("activation");
+    router_ = get("router");
+    route_outputs_ = get("route_outputs");
     interleaved_ = get("interleaved");
     const auto* table = static_cast<const Exchange*>(PyCapsule_GetPointer(get("exchange"), "dlpack_exchange_api"));
     if (!table) throw nb::python_error();
     if (table->major == 1) describe_ = table->describe;
   }
 
-  // True when `call` is ready to run and y allocated; false for what is not plain: tensors of other types or elsewhere, a
-  // gradient, a transform or a trace, arguments that do not fit.
+  // moe_ffn(x, routing, weights), where `weights` has the attributes of an ExpertWeights. True when `call` is ready to run
+  // and y allocated; false for what is not plain: tensors of other types or elsewhere, a gradient, a transform or a trace,
+  // arguments that do not fit.
   bool prepare(PyObject* x, PyObject* routing, PyObject* weights, PlainCall& call) {
-    const bool plain = describe_ && type_is(routing, routing_) && type_is(weights, weights_) && nothing_watches(call) &&
+    const bool plain = describe_ && type_is(routing, routing_) && nothing_watches(call.grad) &&
                        read_weights(weights, call) && read_routing(routing, call) && read_x(x, call);
     if (PyErr_Occurred()) PyErr_Clear();  // Python meets the same fault again, and reports it
+    return plain;
+  }
+
+  // The same for a router: x (T, D), weight (E, D), bias and selection_bias (E,) or None.
+  bool prepare(PyObject* x, PyObject* weight, PyObject* bias, PyObject* selection_bias, PyObject* config, PlainRoute& call) {
+    const bool plain = describe_ && nothing_watches(call.grad) && routers_.find(config, router_, call.r) &&
+                       read_scores(x, weight, bias, call) && read_selection_bias(selection_bias, call) &&
+                       make_outputs(x, call);
+    if (PyErr_Occurred()) PyErr_Clear();
     return plain;
   }
 
@@ -104,10 +166,10 @@ class Plain {
     return truth != 0;
   }
 
-  bool nothing_watches(PlainCall& call) {
-    if (says(dispatch_modes_) || says(transforms_) || says(is_tracing_) || says(is_autocast_enabled_, names_.cpu)) return false;
+  bool nothing_watches(bool& grad) {
+    if (says(dispatch_modes_) || says(is_tracing_) || says(is_autocast_enabled_, names_.cpu)) return false;
     const nb::object level = nb::steal(PyObject_GetAttr(forward_ad_, names_.current_level));
-    call.grad = says(is_grad_enabled_);
+    grad = says(is_grad_enabled_);
     return level.is_valid() && PyLong_AsLong(level.ptr()) < 0;
   }
 
@@ -118,8 +180,10 @@ class Plain {
     return slot.ptr();
   }
 
-  // A tensor as it lies in memory; false when there is none to read, or it wants a gradient.
-  bool tensor(PyObject* o, int ndim, const PlainCall& call, Described& d) {
+  // A tensor as it lies in memory; false when there is none to read, or it wants a gradient. (describe_ refuses those that
+  // torch.func's transforms wrap, which have no memory.)
+  template <class Call>
+  bool tensor(PyObject* o, int ndim, const Call& call, Described& d) {
     if (!o || !(type_is(o, tensor_) || type_is(o, parameter_)) || describe_(o, &d) != 0) return false;
     if (d.device_type != 1 || d.lanes != 1 || (ndim && d.ndim != ndim) || says(is_neg_, o)) return false;
     if (!d.data) return false;  // symbolic zeros
@@ -132,6 +196,8 @@ class Plain {
     if (d.code == 2 && d.bits == 16) return to = DType::f16, true;
     return to = DType::f32, d.code == 2 && d.bits == 32;
   }
+
+  static bool is_float(const Described& d) { return d.code == 2 && d.bits == 32; }
 
   static bool contiguous(const Described& d) {
     int64_t expected = 1;
@@ -154,23 +220,11 @@ class Plain {
     return dtype_of(d, a.dtype);
   }
 
-  bool read_activation(PyObject* activation, Activation& to) {
-    auto known = activations_.find(activation);
-    if (known == activations_.end()) {
-      if (activations_.size() >= 256) activations_.clear();
-      const nb::object values = nb::steal(PyObject_CallOneArg(activation_, activation));
-      if (!values.is_valid()) return false;
-      known = activations_.emplace(activation, Known{nb::borrow(activation), activation_of(nb::cast<nb::tuple>(values))}).first;
-    }
-    to = known->second.act;
-    return true;
-  }
-
   bool read_weights(PyObject* weights, PlainCall& call) {
     Experts& w = call.w;
     PyObject *activation = field(weights, names_.activation, call), *layout = field(weights, names_.layout, call);
     Described in, out;
-    if (!activation || !layout || !read_activation(activation, w.act)) return false;
+    if (!activation || !layout || !activations_.find(activation, activation_, w.act)) return false;
     if (!tensor(field(weights, names_.w_in, call), 3, call, in)) return false;
     if (!tensor(field(weights, names_.w_out, call), 3, call, out)) return false;
     w.interleaved = layout == interleaved_ && w.act.gated;
@@ -196,7 +250,7 @@ class Plain {
     Described ids, scales;
     if (!tensor(field(routing, names_.experts, call), 2, call, ids)) return false;
     if (!tensor(field(routing, names_.weights, call), 2, call, scales)) return false;
-    if (ids.code != 0 || ids.bits != 32 || scales.code != 2 || scales.bits != 32) return false;
+    if (ids.code != 0 || ids.bits != 32 || !is_float(scales)) return false;
     if (!contiguous(ids) || !contiguous(scales) || !shape_is(scales, {ids.shape[0], ids.shape[1]})) return false;
     call.f.T = ids.shape[0];
     call.f.plan.K = ids.shape[1];
@@ -225,13 +279,50 @@ class Plain {
     return true;
   }
 
-  struct Known {
-    nb::object held;
-    Activation act;
-  };
+  bool read_scores(PyObject* x, PyObject* weight, PyObject* bias, PlainRoute& call) {
+    Scores& s = call.s;
+    Described in, w, b;
+    if (!tensor(x, 2, call, in) || !contiguous(in) || !array_of(in, s.x) || in.shape[0] > kMostTokens) return false;
+    s.T = in.shape[0];
+    s.D = in.shape[1];
+    s.C = call.r.E;
+    if (!tensor(weight, 2, call, w) || !shape_is(w, {s.C, s.D}) || !array_of(w, s.w) || (s.w.s1 != 1 && s.D > 1)) return false;
+    if (bias == Py_None) return true;
+    if (!tensor(bias, 1, call, b) || !shape_is(b, {s.C}) || !dtype_of(b, s.b.dtype)) return false;
+    s.b.data = b.data;
+    s.b.s1 = b.strides[0];
+    return true;
+  }
+
+  bool read_selection_bias(PyObject* bias, PlainRoute& call) {
+    Described d;
+    if (bias == Py_None) return true;
+    if (!tensor(bias, 1, call, d) || !shape_is(d, {call.r.E}) || !contiguous(d) || !is_float(d)) return false;
+    call.r.selection_bias = static_cast<const float*>(d.data);
+    return true;
+  }
+
+  bool make_outputs(PyObject* x, PlainRoute& call) {
+    const int64_t T = call.s.T, K = call.r.K;
+    call.outputs = nb::steal(PyObject_CallFunction(route_outputs_, "OLLL", x, static_cast<long long>(T),
+                                                   static_cast<long long>(K), static_cast<long long>(call.r.E)));
+    if (!call.outputs.is_valid() || !PyTuple_Check(call.outputs.ptr()) || PyTuple_GET_SIZE(call.outputs.ptr()) != 3) return false;
+    Described d[3];
+    for (int i = 0; i < 3; ++i)
+      if (!tensor(PyTuple_GET_ITEM(call.outputs.ptr(), i), 2, call, d[i]) || !contiguous(d[i])) return false;
+    if (!shape_is(d[0], {T, K}) || !shape_is(d[1], {T, K}) || !shape_is(d[2], {T, call.r.E})) return false;
+    if (d[0].code != 0 || d[0].bits != 32 || !is_float(d[1]) || !is_float(d[2])) return false;
+    call.experts = static_cast<int32_t*>(d[0].data);
+    call.weights = static_cast<float*>(d[1].data);
+    call.s.out = static_cast<float*>(d[2].data);
+    return true;
+  }
+
+  static constexpr int64_t kMostTokens = 64;  // more are for a matrix product
   nb::dict torch_;  // keeps alive what the pointers point to
-  PyObject *tensor_, *parameter_, *routing_, *weights_, *empty_like_, *is_grad_enabled_, *is_autocast_enabled_;
-  PyObject *dispatch_modes_, *transforms_, *is_tracing_, *is_neg_, *forward_ad_, *activation_, *interleaved_;
+  PyObject *tensor_, *parameter_, *routing_, *empty_like_, *is_grad_enabled_, *is_autocast_enabled_;
+  PyObject *dispatch_modes_, *is_tracing_, *is_neg_, *forward_ad_, *activation_, *router_,
+      *route_outputs_, *interleaved_;
   int (*describe_)(void*, Described*) = nullptr;
   struct Names {
     PyObject* of(const char* text) { return PyUnicode_InternFromString(text); }
@@ -240,7 +331,8 @@ class Plain {
              *apply_to = of("apply_to"), *experts = of("experts"), *weights = of("weights"),
              *requires_grad = of("requires_grad"), *current_level = of("_current_level"), *cpu = of("cpu");
   } names_;
-  std::unordered_map<PyObject*, Known> activations_;
+  Known<Activation, activation_of> activations_;
+  Known<Router, router_of> routers_;
 };
 
 }  // namespace moeffn

@@ -74,6 +74,13 @@ struct Plan {
   const int32_t* row_of_slot = nullptr;  // (N,), nullptr: slot s is row s
 };
 
+// A router's logits: x (T, D) of any dtype, contiguous, w (C, D) with rows whose elements lie side by side, b (C,).
+struct Scores {
+  int64_t T = 0, D = 0, C = 0;
+  Array x, w, b;
+  float* out = nullptr;  // (T, C)
+};
+
 struct Forward {
   int64_t T = 0;
   Array x;                          // (T, D)

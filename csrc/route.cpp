@@ -4,7 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "problem.h"
+#include "kernels.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace moeffn {
@@ -86,6 +87,22 @@ void route_one(const Router& r, const float* raw, int32_t* experts, float* weigh
 }
 
 }  // namespace
+
+void logits(const Scores& s, Isa isa) {
+  constexpr int64_t kClasses = 16;             // of a task
+  constexpr int64_t kSmallScores = 1 << 17;    // multiply-adds that one thread does sooner
+  const Kernels* k = pick_kernels(isa, s.x.dtype, s.w.dtype);
+  const int64_t tasks = (s.C + kClasses - 1) / kClasses, tile = s.T * (s.D + 32);
+  const int64_t threads = s.T * s.D * s.C < kSmallScores ? 1 : std::min<int64_t>(max_threads(), tasks);
+  Scratch scratch(static_cast<size_t>(tile * threads) * 4);
+  Claims claims(tasks);
+  parallel(static_cast<int>(threads), [&](int thread, int) {
+    float* mine = reinterpret_cast<float*>(scratch.data()) + thread * tile;
+    bool fill = true;
+    for (int64_t i = claims.next(); i >= 0; i = claims.next(), fill = false)
+      k->logits(s, i * kClasses, std::min(s.C, (i + 1) * kClasses), mine, fill);
+  });
+}
 
 void route(const Router& r, const float* logits, int64_t T, int32_t* experts, float* weights) {
   if (r.K < 1 || r.K > r.E)

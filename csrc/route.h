@@ -1,6 +1,9 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu.h"
+#include "problem.h"
+
 namespace moeffn {
 
 enum class Score : int { softmax = 0, sigmoid = 1 };
@@ -14,6 +17,9 @@ struct Router {
   float scale = 1.0f;
   const float* selection_bias = nullptr;  // (E,): added to what is ranked, never to the weights
 };
+
+// x · wᵀ + b: what the router of few tokens ranks.
+void logits(const Scores& s, Isa isa);
 
 // logits (T, E) -> experts (T, K) distinct ids in [0, E), weights (T, K). Ties go to the lowest id; NaN ranks last.
 void route(const Router& r, const float* logits, int64_t T, int32_t* experts, float* weights);

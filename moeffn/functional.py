@@ -43,12 +43,10 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     Raises ValueError/TypeError for shapes, dtypes or devices that do not fit, or a backend that cannot run.
     Reference: `moeffn.reference.moe_ffn`.
     """
-    global _last_backend
-    if grad_buffers is None and not torch.compiler.is_compiling():
-        plain = plain_moe(x, routing, weights, backend)
-        if plain is not None:
-            _last_backend = "native"
-            return plain
+    if grad_buffers is None and type(weights) is ExpertWeights:
+        y = plain(x, routing, weights, backend)
+        if y is not None:
+            return y
     checks.tensor("x", x)
     checks.instance("routing", routing, Routing)
     checks.instance("weights", weights, ExpertWeights)
@@ -68,6 +66,17 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     if routing.identity_weights is not None:
         y = (y + routing.identity_weights[:, None].to(y.dtype) * flat).to(y.dtype)
     return y.to(out_dtype).reshape(x.shape)
+
+
+def plain(x: Tensor, routing: Routing, weights: Any, backend: str) -> Tensor | None:
+    """`moe_ffn` where it is plain inference of backend "native"; None elsewhere. `weights`: as for `plain_moe`."""
+    if torch.compiler.is_compiling():
+        return None
+    y = plain_moe(x, routing, weights, backend)
+    if y is not None:
+        global _last_backend
+        _last_backend = "native"
+    return y
 
 
 def moe_with_shared(x: Tensor, routing: Routing, weights: ExpertWeights, shared: ExpertWeights, gate: Tensor | None, *,

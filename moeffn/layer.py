@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from . import backends, checks
+from .backends.native import plain_route
 from .balance import attach_loss, load_balance_loss, load_stats, z_loss
 from .config import SWIGLU, Activation, Layout, MoEConfig, RouterConfig
 from .dense import dense_ffn
-from .functional import moe_ffn, moe_with_shared
+from .functional import moe_ffn, moe_with_shared, plain
 from .routing import apply_capacity, route
-from .types import ExpertWeights, LoadStats, Routing
+from .types import ExpertWeights, LoadStats, Routing, routing_as_is
 
 
 def _parameter(*shape: int, fan_in: int, device: Any, dtype: Any) -> nn.Parameter:
@@ -54,7 +55,14 @@ class Router(nn.Module):
         self.register_buffer("counts", counts, persistent=False)
 
     def forward(self, x: Tensor, *, token_mask: Tensor | None = None, expert_ids: Tensor | None = None) -> Routing:
-        """x (T, D), token_mask (T,) bool, expert_ids (T, K) for hash routing -> Routing."""
+        """x (T, D), token_mask (T,) bool, expert_ids (T, K) for hash routing -> Routing.
+
+        With backend "native", few tokens and no gradient, logits and choice are one C++ call."""
+        if (self.backend == "native" and token_mask is None and expert_ids is None
+                and not torch.compiler.is_compiling()):
+            found = plain_route(x, self.weight, self.bias, self.selection_bias, self.config)
+            if found is not None:
+                return routing_as_is(*found, self.config.apply_to)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if token_mask is not None:  # a NaN in padding must not reach the weight's gradient as 0 * NaN
             checks.tensor("token_mask", token_mask, 1)
@@ -114,7 +122,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto") -> Tensor:
         """x (…, D) with T tokens, a routing of T tokens -> (…, D)."""
-        return moe_ffn(x, routing, self.weights, backend=backend)
+        y = plain(x, routing, self, backend)  # without the checks of an ExpertWeights
+        return moe_ffn(x, routing, self.weights, backend=backend) if y is None else y
 
     def extra_repr(self) -> str:
         E, D, F = self.w_out.shape
@@ -217,7 +226,8 @@ class MoEFFN(nn.Module):
         if c.capacity_factor is not None:
             capacity = math.ceil(c.capacity_factor * routing.experts.numel() / c.num_experts)
             routing, _ = apply_capacity(routing, c.num_experts, capacity)
-        self._last = Routing(routing.experts, routing.weights.detach())
+        weights = routing.weights.detach() if routing.weights.requires_grad else routing.weights
+        self._last = routing_as_is(routing.experts, weights, None, routing.apply_to)
         y = self._mix(flat, routing)
         if self.training and torch.is_grad_enabled():
             if self.router.counts is not None and y.requires_grad:

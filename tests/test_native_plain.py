@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moeffn
 from moeffn import Activation, Layout, Routing, functional
-from moeffn.backends.native import plain_moe
+from moeffn.backends.native import plain_moe, plain_route
 from moeffn.config import SWIGLU
 from moeffn.types import ExpertWeights
 
@@ -201,6 +201,20 @@ def test_tangents_are_refused():
             moeffn.moe_ffn(x, routing(), weights())
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vjp", "jacrev", "functionalize"])
+def test_tensors_of_a_transform_are_not_read(transform):
+    seen, rest = [], (routing(), weights(), "native")
+
+    def function(x):
+        seen.append(plain_moe(x, *rest))
+        return x.sum()
+
+    function = getattr(torch.func, transform)(function, *([torch.randn(T, D)] if transform == "vjp" else []))
+    if transform != "vjp":
+        function(torch.randn(2, T, D) if transform == "vmap" else torch.randn(T, D))
+    assert seen == [None]
+
+
 class Elsewhere(TorchFunctionMode):
     """Exchanges what torch.empty_like makes."""
 
@@ -273,3 +287,92 @@ def test_many_activations(monkeypatch):
         y = moeffn.moe_ffn(x, r, ew)
         if i % 50 == 0:
             assert torch.equal(y, in_python(monkeypatch, x, r, ew))
+
+
+ROUTERS = {
+    "softmax": {},
+    "renormalised": {"renormalize": True, "scale": 2.5},
+    "selected": {"order": "topk_score"},
+    "sigmoid": {"score": "sigmoid", "renormalize": True, "renorm_eps": 1e-3},
+}
+
+
+@pytest.fixture(params=native.isas())
+def isa(request):
+    native.force_isa(request.param)
+    yield request.param
+    native.force_isa("")
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16,) * 2,
+                                    (torch.bfloat16, torch.float32), (torch.float32, torch.float16)], ids=str)
+def test_a_router_in_one_call(isa, name, dtypes):
+    for T, C, D in ((1, 4, 1), (3, 37, 100), (8, 5, 64), (9, 33, 65), (64, 128, 300)):
+        config = moeffn.RouterConfig(num_experts=C, top_k=3, **ROUTERS[name])
+        router = moeffn.Router(D, config, bias=T != 3, selection_bias=T > 3, backend="native", dtype=dtypes[1])
+        x = torch.randn(T, D).to(dtypes[0])
+        with torch.no_grad():
+            for p in router.parameters():
+                p.copy_(torch.randn_like(p))
+            if router.selection_bias is not None:
+                router.selection_bias.normal_()
+            found = plain_route(x, router.weight, router.bias, router.selection_bias, config)
+            ids, w, logits = found
+            bias = 0.0 if router.bias is None else router.bias.double()
+            exact = x.double() @ router.weight.double().t() + bias
+            size = x.double().abs() @ router.weight.double().abs().t() + bias
+            assert ((logits - exact).abs() <= 1e-6 * size.abs() + 1e-6).all() and logits.dtype == torch.float32
+            like = moeffn.route(logits, config, selection_bias=router.selection_bias, backend="native")
+            assert torch.equal(ids, like.experts) and torch.equal(w, like.weights)
+            r = router(x)
+            assert torch.equal(r.experts, ids) and torch.equal(r.weights, w) and torch.equal(r.logits, logits)
+            assert vars(r).keys() == vars(like).keys() and r.apply_to == config.apply_to
+            each = torch.cat([plain_route(x[t : t + 1], router.weight, router.bias, router.selection_bias, config)[2]
+                              for t in range(T)])
+            assert torch.equal(each, logits)  # a token's logits do not depend on the others
+
+
+def test_what_the_router_leaves_to_torch(monkeypatch):
+    config = moeffn.RouterConfig(num_experts=E, top_k=K)
+    grouped = moeffn.RouterConfig(num_experts=E, top_k=K, num_groups=3, topk_groups=2, group_reduce="max")
+    x, w, b = torch.randn(T, D), torch.randn(E, D), torch.randn(E)
+    with torch.no_grad():
+        assert plain_route(x, w, b, b, config) is not None
+        apart = torch.randn(2 * E)[::2]
+        for args in ((torch.randn(65, D), w, b, b), (x.double(), w, b, b), (x[:, ::2], w[:, ::2], b, b),
+                     (x[0], w, b, b), (x[:0], w, b, b), (torch._neg_view(x), w, b, b), (x.to("meta"), w, b, b),
+                     (x, w.t().contiguous().t(), b, b), (x, w[1:], b, b), (x, w, b[1:], b), (x, w, b.long(), b),
+                     (x, w, b, b.double()), (x, w, b, b[1:]), (x, w, b, apart)):
+            assert plain_route(*args, config) is None
+        assert plain_route(x, w, b, b, grouped) is None
+        with Watching():
+            assert plain_route(x, w, b, b, config) is None
+        shifted = torch.randn(2 * E)[::2], torch.randn(E, 2 * D)[:, :D]  # a bias with gaps, rows further apart
+        r = plain_route(x, shifted[1], shifted[0], None, config)
+        assert torch.allclose(r[2], x @ shifted[1].t() + shifted[0], atol=1e-5)
+    assert plain_route(x, w.requires_grad_(), b, b, config) is None
+    router = moeffn.Router(D, config, backend="native")
+    assert router(x).weights.requires_grad
+    calls = []
+    monkeypatch.setattr("moeffn.layer.plain_route", lambda *a: calls.append(a))
+    with torch.no_grad():
+        router(x, token_mask=torch.ones(T, dtype=torch.bool))
+        router(x, expert_ids=torch.zeros(T, K, dtype=torch.int64))
+        moeffn.Router(D, config)(x)  # "auto" on a CPU: bit for bit torch's
+        assert not calls
+        router(x)
+    assert len(calls) == 1
+
+
+def test_a_layer_of_plain_calls_is_the_layer(monkeypatch):
+    config = moeffn.MoEConfig(d_model=D, d_expert=F, num_experts=E, top_k=K)
+    layer = moeffn.MoEFFN(config, backend="native").eval()
+    x = torch.randn(2, T, D)
+    with torch.no_grad():
+        y, r = layer(x, return_routing=True)
+        assert layer.load_stats().counts.sum() == 2 * T * K
+        monkeypatch.setattr("moeffn.layer.plain_route", lambda *a: None)
+        monkeypatch.setattr("moeffn.functional.plain_moe", lambda *a: None)
+        z, like = layer(x, return_routing=True)
+    assert torch.equal(r.experts, like.experts) and torch.allclose(y, z, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,25 +27,46 @@ except ImportError as error:
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+def _router(c: RouterConfig) -> tuple[int, int, bool, bool, bool, float, float] | None:
+    """What the C++ router takes: plain softmax and sigmoid; None for other configs."""
+    plain = RouterConfig(num_experts=c.num_experts, top_k=c.top_k, score=c.score, order=c.order,
+                         renormalize=c.renormalize, renorm_eps=c.renorm_eps, scale=c.scale, apply_to=c.apply_to)
+    if c.score not in ("softmax", "sigmoid") or c != plain:
+        return None
+    return (c.num_experts, c.top_k, c.score == "sigmoid", c.order == "topk_score", c.renormalize, c.renorm_eps, c.scale)
+
+
+def _route_outputs(x: Tensor, T: int, K: int, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for experts, weights and logits."""
+    return (x.new_empty((T, K), dtype=torch.int32), x.new_empty((T, K), dtype=torch.float32),
+            x.new_empty((T, E), dtype=torch.float32))
+
+
 def _bind() -> None:
     """Hands csrc/plain.h what it asks of torch."""
     module().bind_torch({
-        "Tensor": Tensor, "Parameter": torch.nn.Parameter, "Routing": Routing, "ExpertWeights": ExpertWeights,
+        "Tensor": Tensor, "Parameter": torch.nn.Parameter, "Routing": Routing,
         "exchange": Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
         "empty_like": torch.empty_like, "is_grad_enabled": torch.is_grad_enabled, "is_neg": Tensor.is_neg,
         "is_autocast_enabled": torch.is_autocast_enabled, "is_tracing": torch._C._is_tracing,
-        "dispatch_modes": torch._C._len_torch_dispatch_stack,
-        "transforms": torch._C._are_functorch_transforms_active, "forward_ad": forward_ad,
-        "activation": _activation, "interleaved": Layout.INTERLEAVED,
+        "dispatch_modes": torch._C._len_torch_dispatch_stack, "forward_ad": forward_ad, "activation": _activation,
+        "interleaved": Layout.INTERLEAVED, "router": _router, "route_outputs": _route_outputs,
     })
 
 
-def plain_moe(x: Tensor, routing: Routing, weights: ExpertWeights, backend: str) -> Tensor | None:
+def plain_moe(x: Tensor, routing: Routing, weights: Any, backend: str) -> Tensor | None:
     """`moe_ffn` in one C++ call where this backend is meant, nothing watches or differentiates and all arguments fit;
-    None elsewhere. Not for code that dynamo traces."""
+    None elsewhere. `weights`: an ExpertWeights, or anything with its attributes. Not for code that dynamo traces."""
     if _native is None or (backend != "auto" and backend != "native"):
         return None
     return _native.plain_moe(x, routing, weights)
+
+
+def plain_route(x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, config: RouterConfig
+                ) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A router of few tokens in one C++ call under the same conditions: x (T, D), weight (E, D), bias and
+    selection_bias (E,) -> experts (T, K) int32, weights (T, K) and logits (T, E) float32."""
+    return None if _native is None else _native.plain_route(x, weight, bias, selection_bias, config)
 
 
 def module() -> ModuleType:
@@ -145,12 +167,7 @@ class NativeBackend:
 
     def routes(self, config: RouterConfig, dtype: torch.dtype) -> bool:
         """Which configs `route` takes: plain softmax and sigmoid routers."""
-        if config.score not in ("softmax", "sigmoid"):
-            return False
-        plain = RouterConfig(num_experts=config.num_experts, top_k=config.top_k, score=config.score, order=config.order,
-                             renormalize=config.renormalize, renorm_eps=config.renorm_eps, scale=config.scale,
-                             apply_to=config.apply_to)
-        return dtype == torch.float32 and config == plain
+        return dtype == torch.float32 and _router(config) is not None
 
     def route(self, logits: Tensor, config: RouterConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """logits (T, E) float32, bias (E,) -> ids (T, K) int32 and weights (T, K) float32 of `moeffn.route`."""
