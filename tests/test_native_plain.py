@@ -139,6 +139,9 @@ NOT_PLAIN = {
     "negated x": lambda x, r, ew: moeffn.moe_ffn(torch._neg_view(-x), r, ew),
     "symbolic zeros": lambda x, r, ew: moeffn.moe_ffn(torch._efficientzerotensor((T, D)), r, ew),
     "columns of x apart": lambda x, r, ew: moeffn.moe_ffn(x.t().contiguous().t(), r, ew),
+    "rows of x apart": lambda x, r, ew: moeffn.moe_ffn(torch.cat([x, -x], 1)[:, :D], r, ew),
+    "columns of weights apart": lambda x, r, ew: moeffn.moe_ffn(
+        x, Routing(r.experts, r.weights.t().contiguous().t()), ew),
     "columns of ids apart": replaced(experts=lambda ew, r: r.experts.t().contiguous().t()),
     "float64": lambda x, r, ew: moeffn.moe_ffn(x.double(), r, ew),
     "x narrower than the weights": lambda x, r, ew: moeffn.moe_ffn(x.bfloat16(), r, ew),
@@ -183,13 +186,18 @@ def test_what_does_not_fit_is_refused_as_ever(name):
 
 def test_weights_that_no_longer_fit_never_reach_the_kernels():
     for name, wrong in (("w_out", torch.randn(E, D, F + 1)), ("w_in", torch.randn(E - 1, 2 * F, D)),
-                        ("b_in", torch.randn(E, 1)), ("w_out", torch.randn(E, D, F).double())):
+                        ("b_in", torch.randn(E, 1)), ("w_out", torch.randn(E, D, F).double()),
+                        ("w_out", torch.randn(E, D, F).bfloat16())):
         ew = weights()
         object.__setattr__(ew, name, wrong)
         assert plain_moe(torch.randn(T, D), routing(), ew, "native") is None
     r = routing()
     object.__setattr__(r, "weights", torch.rand(T, K + 1))
     assert plain_moe(torch.randn(T, D), r, weights(), "native") is None
+    object.__setattr__(r, "weights", torch.rand(T, K))
+    object.__setattr__(r, "experts", torch.rand(T, K))
+    assert plain_moe(torch.randn(T, D), r, weights(), "native") is None
+    object.__setattr__(r, "experts", torch.zeros(T, K, dtype=torch.int32))
     object.__setattr__(r, "weights", torch.rand(T, K).double())
     assert plain_moe(torch.randn(T, D), r, weights(), "native") is None
 
