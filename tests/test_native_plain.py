@@ -238,10 +238,11 @@ class Elsewhere(TorchFunctionMode):
     lambda x: torch.empty(x.shape, device="meta"), lambda x: x.new_empty(3, 3), lambda x: None,
     lambda x: x.new_empty(x.shape, dtype=torch.float16), lambda x: x.new_empty(D, T).t()])
 def test_a_result_of_another_kind_is_not_written_to(monkeypatch, make):
-    x, r, ew = torch.randn(T, D), routing(), weights()
-    with Elsewhere(make):
-        y = moeffn.moe_ffn(x, r, ew)
-    assert torch.equal(y, in_python(monkeypatch, x, r, ew))
+    for dtype in (torch.float32, torch.bfloat16):
+        x, r, ew = torch.randn(T, D).to(dtype), routing(), weights(dtype)
+        with Elsewhere(make):
+            y = moeffn.moe_ffn(x, r, ew)
+        assert torch.equal(y, in_python(monkeypatch, x, r, ew))
 
 
 @pytest.mark.parametrize("backend", ["native", "torch", "reference"])
