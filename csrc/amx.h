@@ -46,6 +46,14 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
     c1 = least(f1, c0 + chunk);
     Strip strips[2];
     up_strips(w, block.expert, c0, c1 - c0, buf.copies, strips);
+    if (streams(groups, w.D)) {
+      auto finish = [&](int64_t r, int64_t m, int64_t g, float* sums) {
+        if (g == 0) fetch_biases(p, block, c0 + r, m, buf.bias);
+        finish_tile(p, block, g * kGroup, c0 + r, m, sums, sums + kRing / 2 * kGroup, buf.bias, buf.bias + 32);
+      };
+      stream_product(strips, w.act.gated ? 2 : 1, c1 - c0, groups, w.D, buf.x, 4, buf, finish);
+      continue;
+    }
     int64_t biased = -1;
     auto get = [&](int64_t panel, Rows16* a) {
       const int64_t at = panel * span, left = c1 - c0 - at;
@@ -78,6 +86,14 @@ static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1,
   for (int64_t c0 = d0, c1 = d0; c0 < d1; c0 = c1) {
     c1 = least(d1, c0 + chunk);
     const Strip rows = strip(w.w_out, block.expert, c0, c1 - c0, w.F, buf.copies);
+    if (streams(groups, w.F)) {
+      auto finish = [&](int64_t r, int64_t m, int64_t g, float* sums) {
+        if (g == 0) fetch_bias(w.b_out, block.expert, c0 + r, 1, m, buf.bias);
+        finish_out<bf16>(p, block.row + g * kGroup, least(kGroup, block.rows - g * kGroup), c0 + r, m, sums, W, buf.bias);
+      };
+      stream_product(&rows, 1, c1 - c0, groups, w.F, block.act, 2 * kGroup, buf, finish);
+      continue;
+    }
     int64_t biased = -1;
     auto get = [&](int64_t panel, Rows16* a) {
       for (int i = 0; i < 2; ++i) {

@@ -10,7 +10,8 @@ namespace MOEFFN_NS {
 
 constexpr int64_t kGroup = 16;      // tokens in a tile
 constexpr int64_t kStep = 32;       // elements of a tile along the sum
-constexpr int64_t kTileDotLimit = 4;  // up to so many rows the dot form streams weights as fast
+constexpr int64_t kTileDotLimit = 2;  // up to so many rows by the dot form, which multiplies too long from 4 on
+constexpr int64_t kRun = 6;  // rows that a stream of stream_product reads one behind the other
 constexpr int64_t kGroupBytes = kGroup * kStep * 2;
 constexpr int64_t kTileShare = 3 << 18;  // bytes of packed activations that stay in L2 beside the weights
 constexpr int64_t kSumsBytes = 1 << 18;
@@ -147,12 +148,11 @@ MOEFFN_INLINE void end_sums(float* sums) {
   }
 }
 
-// sums[2 i + j] (+)= A_i · B_j over steps [k0, k1), for two groups of 16 rows and one or two groups of 16 tokens. More
+// Tile 2 i + j of sums += A_i · B_j over steps [k0, k1), for two groups of 16 rows and one or two groups of 16 tokens. More
 // rows at once (four tiles) read memory more slowly: 64 streams are more than the prefetchers follow, 23 against 26 GB/s.
 template <bool kTwo>
-static void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
-                     const Ahead& ahead) {
-  begin_sums<kTwo>(sums, k0 == 0);
+MOEFFN_INLINE void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1,
+                            const Ahead& ahead) {
   const int64_t full = least(k1, elems / kStep);
   const char *p0 = a[0].data, *p1 = a[1].data;
   const int64_t s0 = a[0].stride, s1 = a[1].stride;
@@ -181,6 +181,14 @@ static void tiles_2x(const Rows16* a, const char* b0, const char* b1, int64_t el
       _tile_dpbf16ps(3, 5, 7);
     }
   }
+}
+
+// The same with sums (i, j, 16, 16) in memory.
+template <bool kTwo>
+static void add_tiles(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
+                      const Ahead& ahead) {
+  begin_sums<kTwo>(sums, k0 == 0);
+  tiles_2x<kTwo>(a, b0, b1, elems, k0, k1, ahead);
   end_sums<kTwo>(sums);
 }
 
@@ -210,13 +218,79 @@ static void tile_product(int64_t panels, int64_t groups, int64_t elems, const ch
           float* s = sums + ((p - first) * pairs + j) * 1024 * (blocks > 1);
           const char* b0 = b + 2 * j * group;
           if (2 * j + 1 < groups)
-            tiles_2x<true>(a, b0, b0 + group, elems, k0, k1, s, ahead);
+            add_tiles<true>(a, b0, b0 + group, elems, k0, k1, s, ahead);
           else
-            tiles_2x<false>(a, b0, nullptr, elems, k0, k1, s, ahead);
+            add_tiles<false>(a, b0, nullptr, elems, k0, k1, s, ahead);
           if (k1 == steps) finish(p, 2 * j, s);
         }
       }
     }
+}
+
+// Rows in stream_product's ring of sums, two panels: (groups, strips, kRing / strips, 16).
+constexpr int64_t kRing = 2 * kRun * 2 * kGroup;
+static_assert(2 * kRing * kGroup * 4 <= kSumsBytes, "");
+
+// Whether stream_product takes so many groups.
+MOEFFN_INLINE bool streams(int64_t groups, int64_t elems) {
+  return groups <= 2 && groups * round_to(elems, kStep) / kStep * kGroupBytes <= kTileShare;
+}
+
+// Products of one or two strips of n weight rows with one pair of groups of tokens, which take no longer than the weights
+// take to come. Prefetchers follow one stream in a page of 4 KiB: of tiles with neighbouring rows, which are two to a page
+// when rows have 2 KiB, they lose track (30 GB/s beside a plain read's 38). So a tile's rows lie kRun apart, and the next
+// tiles take the rows between: 32 streams, each without a gap (35 to 37 GB/s; runs of 12 are slower with two groups, and
+// software's requests, to L1 or L2, at any distance). The sums are stored in the order of the rows. finish(r, m, g, sums)
+// takes rows [r, r + m) of the strips, `grain` at most, for group g. It is called a few steps apart while the tiles of the
+// next panel multiply: nothing is read in the meantime, but for what is on its way already (1 to 2 %).
+template <class Finish>
+static void stream_product(const Strip* strips, int64_t count, int64_t n, int64_t groups, int64_t elems, const char* b,
+                           int64_t grain, const TileBuffers& buf, const Finish& finish) {
+  const int64_t steps = round_to(elems, kStep) / kStep, width = 2 * kGroup / count, ring = kRing / count;
+  const int64_t pieces = width / grain * groups;
+  int64_t ready = 0, done = 0, g = 0;
+  auto finish_some = [&] {
+    const int64_t m = least(grain, ready - done);
+    finish(done, m, g, buf.sums + (g * kRing + done % ring) * kGroup);
+    if (++g == groups) {
+      g = 0;
+      done += m;
+    }
+  };
+  auto multiply = [&](const Rows16* a, float* c0, float* c1, int64_t stride, auto two) {
+    constexpr bool kTwo = decltype(two)::value;
+    begin_sums<kTwo>(nullptr, true);
+    for (int64_t i = 0; i < pieces; ++i) {
+      tiles_2x<kTwo>(a, b, b + steps * kGroupBytes, elems, steps * i / pieces, steps * (i + 1) / pieces, {});
+      if (done < ready) finish_some();
+    }
+    _tile_stored(0, c0, stride);
+    _tile_stored(2, c1, stride);
+    if (kTwo) {
+      _tile_stored(1, c0 + kRing * kGroup, stride);
+      _tile_stored(3, c1 + kRing * kGroup, stride);
+    }
+  };
+  for (int64_t q; ready < n; ready = least(n, ready + q * width)) {
+    q = least(kRun, (n - ready) / width);
+    if (q == 0) q = 1;
+    for (int64_t j = 0; j < q; ++j) {
+      Rows16 a[2];
+      float* c[2];
+      for (int i = 0; i < 2; ++i) {
+        const Strip& strip = strips[count == 2 ? i : 0];
+        const int64_t skip = count == 2 ? 0 : i * q * kGroup, left = least(kGroup, n - ready - skip);
+        const int64_t first = left > 0 ? ready + skip + j : 0;
+        a[i] = rows16({strip.data + first * strip.stride, q * strip.stride}, 0, left > 0 ? left : 0, elems, i, buf);
+        c[i] = buf.sums + ((count == 2 ? i * ring : 0) + ready % ring + skip + j) * kGroup;
+      }
+      if (groups > 1)
+        multiply(a, c[0], c[1], q * 64, std::true_type());
+      else
+        multiply(a, c[0], c[1], q * 64, std::false_type());
+    }
+  }
+  while (done < n) finish_some();
 }
 
 // Packs 16 rows (nullptr: zeros) of `elems` elements to B order, zeros up to a whole step.
