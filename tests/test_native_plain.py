@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from types import SimpleNamespace
 
 import problems
 import pytest
@@ -173,6 +175,10 @@ WRONG = {
     "x elsewhere": (lambda x, r, ew: (x.to("meta"), r, ew), ValueError, "device"),
     "other tokens": (lambda x, r, ew: (x[1:], r, ew), ValueError, "routing.experts: expected T = 4"),
     "a tuple for a routing": (lambda x, r, ew: (x, (r.experts, r.weights), ew), TypeError, "routing: expected Routing"),
+    "what looks like a routing": (lambda x, r, ew: (x, SimpleNamespace(**vars(r)), ew), TypeError,
+                                  "routing: expected Routing"),
+    "what looks like weights": (lambda x, r, ew: (x, r, SimpleNamespace(**vars(ew))), TypeError,
+                                "weights: expected ExpertWeights"),
     "a tensor for weights": (lambda x, r, ew: (x, r, ew.w_in), TypeError, "weights: expected ExpertWeights"),
 }
 
@@ -290,12 +296,15 @@ def test_many_threads_at_once():
 
 
 def test_many_activations(monkeypatch):
-    x, r, like = torch.randn(T, D), routing(), weights()
-    for i in range(600):  # more than are remembered, each at the address of one before
+    x, r, like, seen = torch.randn(T, D), routing(), weights(), []
+    for i in range(600):  # more than are remembered, some at the address of one before
         ew = ExpertWeights(like.w_in, like.w_out, activation=Activation(kind="silu", alpha=1.0 + i))
         y = moeffn.moe_ffn(x, r, ew)
         if i % 50 == 0:
             assert torch.equal(y, in_python(monkeypatch, x, r, ew))
+        seen.append(weakref.ref(ew.activation))
+        del ew
+    assert sum(a() is not None for a in seen) <= 300
 
 
 ROUTERS = {
@@ -349,7 +358,7 @@ def test_what_the_router_leaves_to_torch(monkeypatch):
     with torch.no_grad():
         assert plain_route(x, w, b, b, config) is not None
         apart = torch.randn(2 * E)[::2]
-        for args in ((torch.randn(65, D), w, b, b), (x.double(), w, b, b), (x[:, ::2], w[:, ::2], b, b),
+        for args in ((torch.randn(65, D), w, b, b), (x.double(), w, b, b), (torch.randn(T, 2 * D)[:, :D], w, b, b),
                      (x[0], w, b, b), (x[:0], w, b, b), (torch._neg_view(x), w, b, b), (x.to("meta"), w, b, b),
                      (x, w.t().contiguous().t(), b, b), (x, w[1:], b, b), (x, w, b[1:], b), (x, w, b.long(), b),
                      (x, w, b, b.double()), (x, w, b, b[1:]), (x, w, b, apart)):
