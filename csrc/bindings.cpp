@@ -1,7 +1,9 @@
 // The Python module moeffn._native. Tensors come as addresses that moeffn/backends/native.py has checked: turning a
 // torch tensor into an ndarray here costs about 2 us each, an address 0.1 us.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
@@ -205,17 +207,22 @@ double peak_flops(bool pairs) {
   return best;
 }
 
-// Bytes per second of a plain read of [address, address + bytes) on all threads, best of `runs`.
-double read_bandwidth(Address address, int64_t bytes, int runs) {
+// Bytes per second of a plain read of (address, bytes) ranges on all threads, each of which reads its share of every range;
+// best of `runs`.
+double read_bandwidth(const std::vector<std::pair<Address, int64_t>>& ranges, int runs) {
   const Probe* p = pick_probe(chosen_isa());
   nb::gil_scoped_release release;
+  int64_t bytes = 0;
+  for (const auto& r : ranges) bytes += r.second;
   double best = 0;
   std::atomic<int> sink{0};
   for (int run = 0; run < runs; ++run) {
     const double start = seconds();
     parallel(max_threads(), [&](int thread, int threads) {
-      const int64_t share = bytes / threads;
-      if (p->read(ptr<const char>(address) + thread * share, share) == 1.0f) ++sink;
+      for (const auto& r : ranges) {
+        const int64_t share = r.second / threads;
+        if (p->read(ptr<const char>(r.first) + thread * share, share) == 1.0f) ++sink;
+      }
     });
     best = std::max(best, static_cast<double>(bytes) / (seconds() - start));
   }
@@ -247,7 +254,7 @@ NB_MODULE(_native, m) {
   m.def("sum_rows", &run_sum_rows);
   m.def("spin", &spin, nb::arg("pairs"));
   m.def("peak_flops", &peak_flops, nb::arg("pairs"));
-  m.def("read_bandwidth", &read_bandwidth, nb::arg("address"), nb::arg("bytes"), nb::arg("runs") = 3);
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("ranges"), nb::arg("runs") = 3);
   m.def("threads", &max_threads);
   m.def("scratch_held", &scratch_held);
   m.def("scratch_release", &scratch_release);

@@ -19,6 +19,26 @@ static Strip widen(Strip from, int64_t n, int64_t first, int64_t lanes, int64_t 
   return {reinterpret_cast<const char*>(to), stride * 4};
 }
 
+// The products of a tile's dot rows with `total` weight rows in strips of n, in S streams of neighbouring rows.
+template <class L, class WT, int S>
+static void dots(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int64_t total, int64_t n,
+                 const Buffers& buf) {
+  const int64_t each = (total + S - 1) / S;
+  float out[kDotLimit * S];
+  float* sums = buf.sums + cut.vectors * W * kChunk;
+  for (int64_t i = 0; i < each; ++i) {
+    const WT* r[S];
+    for (int s = 0; s < S; ++s) {
+      const int64_t j = s * each + i < total ? s * each + i : 0;
+      r[s] = reinterpret_cast<const WT*>(strips[j / n].data + j % n * strips[j / n].stride);
+    }
+    dot_rows<L, WT, S>(cut.dots, tile + dots_at<L>(cut, elems), row_lanes<L>(elems), r, elems, out);
+    for (int s = 0; s < S; ++s)
+      if (s * each + i < total)
+        for (int64_t m = 0; m < cut.dots; ++m) sums[m * kChunk + s * each + i] = out[m * S + s];
+  }
+}
+
 // The products of a tile with `count` strips of n weight rows each: sums.
 template <class L, class WT>
 static void product(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int count, int64_t n,
@@ -40,21 +60,10 @@ static void product(const Cut& cut, const float* tile, int64_t elems, const Stri
       }
     }
   }
-  if (cut.dots == 0) return;
-  const int64_t total = n * count, quarter = (total + kStreams - 1) / kStreams;
-  float out[kDotLimit * kStreams];
-  float* sums = buf.sums + cut.vectors * W * kChunk;
-  for (int64_t i = 0; i < quarter; ++i) {
-    const WT* r[kStreams];
-    for (int s = 0; s < kStreams; ++s) {
-      const int64_t j = s * quarter + i < total ? s * quarter + i : 0;
-      r[s] = reinterpret_cast<const WT*>(strips[j / n].data + j % n * strips[j / n].stride);
-    }
-    dot_rows<L, WT>(cut.dots, tile + dots_at<L>(cut, elems), row_lanes<L>(elems), r, elems, out);
-    for (int s = 0; s < kStreams; ++s)
-      if (s * quarter + i < total)
-        for (int64_t m = 0; m < cut.dots; ++m) sums[m * kChunk + s * quarter + i] = out[m * kStreams + s];
-  }
+  if (cut.dots > most_rows(kMoreStreams))
+    dots<L, WT, kStreams>(cut, tile, elems, strips, n * count, n, buf);
+  else if (cut.dots)
+    dots<L, WT, kMoreStreams>(cut, tile, elems, strips, n * count, n, buf);
 }
 
 // n weight rows of one expert from `first`; copied when their elements do not lie side by side.

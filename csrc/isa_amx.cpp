@@ -1,6 +1,6 @@
 #define MOEFFN_NS amx
 #define MOEFFN_WIDTH 16
-#define MOEFFN_STREAM_AHEAD 2048
+#define MOEFFN_STREAM_AHEAD 8192
 #include "forward_set.h"
 
 #include "amx_tiles.h"

@@ -23,7 +23,7 @@ static void logits_task(const Scores& s, int64_t c0, int64_t c1, float* tile, bo
     for (int64_t t = 0; t < s.T; t += kDotLimit) {
       const int64_t n = least(kDotLimit, s.T - t);
       float sums[kDotLimit * kStreams];
-      dot_rows<FloatLane, WT>(n, tile + t * stride, stride, rows, s.D, sums);
+      dot_rows<FloatLane, WT, kStreams>(n, tile + t * stride, stride, rows, s.D, sums);
       for (int64_t i = 0; i < n; ++i)
         for (int64_t j = 0; j < count; ++j) s.out[(t + i) * s.C + c + j] = sums[i * kStreams + j] + bias[j];
     }

@@ -25,18 +25,22 @@ static double spin_macs(int64_t rounds, float seed, float* sink) {
   return 2.0 * static_cast<double>(rounds) * kChains * W * L::kPerLane;
 }
 
-// Reads [p, p + bytes) in kStreams sequential streams, as the dot form does.
+// Reads [p, p + bytes) in eight sequential streams: on Sapphire Rapids and Zen 4 one to four are slower (up to a quarter),
+// sixteen at most a few percent faster.
 static float read_streams(const char* p, int64_t bytes) {
-  const int64_t each = bytes / kStreams / 256 * 256;
-  vu acc[kStreams] = {};
+  constexpr int kReads = 8;
+  const int64_t each = bytes / kReads / 256 * 256;
+  vu acc[kReads] = {};
   for (int64_t i = 0; i < each; i += sizeof(vu))
-#pragma GCC unroll 4
-    for (int s = 0; s < kStreams; ++s) {
+#pragma GCC unroll 8
+    for (int s = 0; s < kReads; ++s) {
       vu v;
       memcpy(&v, p + s * each + i, sizeof v);
       acc[s] ^= v;
     }
-  return sum(as_float((acc[0] ^ acc[1] ^ acc[2] ^ acc[3]) & 0x3fffffffu));
+  vu all = acc[0];
+  for (int s = 1; s < kReads; ++s) all ^= acc[s];
+  return sum(as_float(all & 0x3fffffffu));
 }
 
 }  // namespace MOEFFN_NS

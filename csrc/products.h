@@ -19,8 +19,12 @@ constexpr int kVectors = 2;
 constexpr int kAccumulators = 8;
 #endif
 constexpr int64_t kDotLimit = 8;  // up to so many rows the dot form alone, which reads each byte of the weights once
-constexpr int kDotRows = 6;    // tokens at once in the dot form
+constexpr int kDotRows = 6;    // tokens at once in the dot form, beside kStreams weight rows
 constexpr int kStreams = 4;    // weight rows read at once by the dot form
+constexpr int kMoreStreams = MOEFFN_WIDTH == 16 ? 8 : kStreams;  // the same for one or two tokens
+
+// Tokens whose sums with so many weight rows fit the registers.
+constexpr int most_rows(int streams) { return streams > kStreams ? 2 : kDotRows; }
 constexpr int kChunk = 96;     // weight rows multiplied before their sums are used: whole groups, also when half are gates
 // Of a panel, in use at a time: streams from L2, beside as many weights. Pieces that fit L1 spend 7 % on their sums, and
 // walk the weights in runs too short to be prefetched.
@@ -33,8 +37,9 @@ constexpr int64_t kBlockTerms = 512, kDotVectors = 512, kColumnTerms = 128;
 // Weight rows whose sums fill the registers, beside a panel of so many vectors.
 constexpr int group_rows(int vectors) { return kAccumulators / vectors < 16 ? kAccumulators / vectors : 16; }
 
-// Bytes that the dot form asks for ahead in each stream. On processors with AMX 2 KiB bring decoding from 26 to 30 GB/s
-// (10 to 18 % off T = 1 and 4); on Zen 4 any distance costs 3 to 15 %.
+// Bytes that the dot form asks for ahead, in all streams together. On processors with AMX 8 KiB bring decoding from 26 to
+// 30 GB/s with four streams, and to 31 with eight (nothing: 10 % slower; 96 KiB: 15 %); on Zen 4 any distance costs 3 to
+// 15 %.
 #ifndef MOEFFN_STREAM_AHEAD
 #define MOEFFN_STREAM_AHEAD 0
 #endif
@@ -121,7 +126,7 @@ MOEFFN_INLINE void with_vectors(int64_t vectors, const Fn& f) {
 }
 
 // The sums of four vectors.
-MOEFFN_INLINE void sum4(const vf (&v)[4], float* out) {
+MOEFFN_INLINE void sum4(const vf* v, float* out) {
 #if MOEFFN_WIDTH == 16
   auto pairs = [](vf a, vf b) {  // per 128 bits: a0 + a2, b0 + b2, a1 + a3, b1 + b3
     return (vf)_mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
@@ -135,65 +140,71 @@ MOEFFN_INLINE void sum4(const vf (&v)[4], float* out) {
 #endif
 }
 
-// out[m][s] = tile row m · weight row s, for kStreams weight rows walked side by side.
-template <class L, class WT, int M>
+// out[m][s] = tile row m · weight row s, for S weight rows walked side by side.
+template <class L, class WT, int M, int S>
 static void dot_kernel(const float* tile, int64_t stride, const WT* const* rows, int64_t elems, float* out) {
-  vf acc[M][kStreams];
+  vf acc[M][S];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int s = 0; s < kStreams; ++s) acc[m][s] = splat(0.0f);
-  const WT *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
+#pragma GCC unroll 8
+    for (int s = 0; s < S; ++s) acc[m][s] = splat(0.0f);
+  const WT* r[S];
+#pragma GCC unroll 8
+  for (int s = 0; s < S; ++s) r[s] = rows[s];
   const int64_t step = W * L::kPerLane, full = elems / step * step;
+  auto add = [&](const vf (&w)[S], const float* x) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf a = load(x + m * stride);
+#pragma GCC unroll 8
+      for (int s = 0; s < S; ++s) acc[m][s] = L::mac(a, w[s], acc[m][s]);
+    }
+  };
   const float* x = tile;
   for (int64_t k = 0; k < full; k += step, x += W) {
-    const vf w[kStreams] = {L::lanes(r0 + k), L::lanes(r1 + k), L::lanes(r2 + k), L::lanes(r3 + k)};
-    if constexpr (kStreamAhead > 0)
-      for (const WT* r : {r0, r1, r2, r3}) __builtin_prefetch(reinterpret_cast<const char*>(r + k) + kStreamAhead);
+    vf w[S];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const vf a = load(x + m * stride);
-#pragma GCC unroll 4
-      for (int s = 0; s < kStreams; ++s) acc[m][s] = L::mac(a, w[s], acc[m][s]);
-    }
+    for (int s = 0; s < S; ++s) w[s] = L::lanes(r[s] + k);
+    if constexpr (kStreamAhead > 0)
+#pragma GCC unroll 8
+      for (int s = 0; s < S; ++s) __builtin_prefetch(reinterpret_cast<const char*>(r[s] + k) + kStreamAhead / S);
+    add(w, x);
   }
   if (full < elems) {
-    const int64_t n = elems - full;
-    const vf w[kStreams] = {L::lanes_part(r0 + full, n), L::lanes_part(r1 + full, n), L::lanes_part(r2 + full, n),
-                            L::lanes_part(r3 + full, n)};
-    for (int m = 0; m < M; ++m) {
-      const vf a = load(x + m * stride);
-      for (int s = 0; s < kStreams; ++s) acc[m][s] = L::mac(a, w[s], acc[m][s]);
-    }
+    vf w[S];
+    for (int s = 0; s < S; ++s) w[s] = L::lanes_part(r[s] + full, elems - full);
+    add(w, x);
   }
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) sum4(acc[m], out + m * kStreams);
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int s = 0; s < S; s += 4) sum4(&acc[m][s], out + m * S + s);
 }
 
-template <class L, class WT, int M = kDotRows>
+template <class L, class WT, int S, int M = kDotRows>
 static void dot_some(int64_t rows, const float* tile, int64_t stride, const WT* const* weights, int64_t elems, float* out) {
   if constexpr (M > 1) {
-    if (rows < M) return dot_some<L, WT, M - 1>(rows, tile, stride, weights, elems, out);
+    if (rows < M || M > most_rows(S)) return dot_some<L, WT, S, M - 1>(rows, tile, stride, weights, elems, out);
   }
-  dot_kernel<L, WT, M>(tile, stride, weights, elems, out);
+  dot_kernel<L, WT, M, S>(tile, stride, weights, elems, out);
 }
 
-// out (rows, kStreams) = tile · the kStreams weight rows, kDotVectors vectors at a time. The second pass over the rows finds
-// the weights in L1.
-template <class L, class WT>
+// out (rows, S) = tile · the S weight rows, kDotVectors vectors at a time. The second pass over the rows finds the weights
+// in L1.
+template <class L, class WT, int S>
 static void dot_rows(int64_t rows, const float* tile, int64_t stride, const WT* const* weights, int64_t elems, float* out) {
-  const int64_t passes = (rows + kDotRows - 1) / kDotRows, most = kDotVectors * W * L::kPerLane;
+  const int64_t passes = (rows + most_rows(S) - 1) / most_rows(S), most = kDotVectors * W * L::kPerLane;
   for (int64_t k = 0; k < elems; k += most) {
-    const WT* from[kStreams];
-    for (int s = 0; s < kStreams; ++s) from[s] = weights[s] + k;
-    float part[kDotLimit * kStreams];
+    const WT* from[S];
+    for (int s = 0; s < S; ++s) from[s] = weights[s] + k;
+    float part[kDotLimit * S];
     float* to = k == 0 ? out : part;
     for (int64_t i = 0, m = 0; i < passes; ++i) {
       const int64_t n = rows * (i + 1) / passes - m;
-      dot_some<L, WT>(n, tile + m * stride + k / L::kPerLane, stride, from, least(most, elems - k), to + m * kStreams);
+      dot_some<L, WT, S>(n, tile + m * stride + k / L::kPerLane, stride, from, least(most, elems - k), to + m * S);
       m += n;
     }
-    for (int64_t i = 0; k > 0 && i < rows * kStreams; ++i) out[i] += part[i];
+    for (int64_t i = 0; k > 0 && i < rows * S; ++i) out[i] += part[i];
   }
 }
 

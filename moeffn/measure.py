@@ -55,7 +55,7 @@ def read_ceiling(device: torch.device) -> float:
     buffer = torch.ones(count, dtype=torch.int32, device=device)
     plain = 4 * count / _best(buffer.max, device)
     native = _native(device)
-    return plain if native is None else max(plain, native.read_bandwidth(buffer.data_ptr(), 4 * count))
+    return plain if native is None else max(plain, native.read_bandwidth([(buffer.data_ptr(), 4 * count)]))
 
 
 def _native(device: torch.device) -> Any:
