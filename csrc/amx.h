@@ -31,7 +31,8 @@ static void finish_tile(const Part& p, const Block& block, int64_t m0, int64_t f
 
 // Rows [f0, f1) of the hidden units: a panel is a tile of gate rows and one of up rows, or two tiles when not gated.
 static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, Local& local) {
-  if (block.rows <= kTileDotLimit) return up_task<PairLane, bf16>(p, block, f0, f1, local);
+  if (block.rows <= kPairLimit) return up_task<PairLane, bf16>(p, block, f0, f1, local);
+  if (block.rows <= kTileDotLimit) return up_task<WideLane, bf16>(p, block, f0, f1, local);
   const Experts& w = *p.w;
   const TileBuffers buf = carve_tiles(local.data, block.rows, w, nullptr);
   if (local.tile_of != &block) {
@@ -77,7 +78,8 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
 }
 
 static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1, Local& local) {
-  if (block.rows <= kTileDotLimit) return down_task<PairLane, bf16>(p, block, d0, d1, local);
+  if (block.rows <= kPairLimit) return down_task<PairLane, bf16>(p, block, d0, d1, local);
+  if (block.rows <= kTileDotLimit) return down_task<WideLane, bf16>(p, block, d0, d1, local);
   const Experts& w = *p.w;
   const TileBuffers buf = carve_tiles(local.data, block.rows, w, nullptr);
   const UseTiles tiles;

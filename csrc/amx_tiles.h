@@ -10,11 +10,19 @@ namespace MOEFFN_NS {
 
 constexpr int64_t kGroup = 16;      // tokens in a tile
 constexpr int64_t kStep = 32;       // elements of a tile along the sum
-constexpr int64_t kTileDotLimit = 2;  // up to so many rows by the dot form, which multiplies too long from 4 on
+constexpr int64_t kPairLimit = 2;     // up to so many rows by vdpbf16ps, which multiplies too long from 3 on
+constexpr int64_t kTileDotLimit = 4;  // up to so many rows by the dot form; more spend too long on their products
 constexpr int64_t kRun = 6;  // rows that a stream of stream_product reads one behind the other
 constexpr int64_t kGroupBytes = kGroup * kStep * 2;
 constexpr int64_t kTileShare = 3 << 18;  // bytes of packed activations that stay in L2 beside the weights
 constexpr int64_t kSumsBytes = 1 << 18;
+
+// A pair as two products of floats, which take half the time of vdpbf16ps here.
+struct WideLane : PairLane {
+  MOEFFN_INLINE vf low(vf pair) { return as_float(as_bits(pair) << 16); }
+  MOEFFN_INLINE vf high(vf pair) { return as_float(as_bits(pair) & 0xffff0000u); }
+  MOEFFN_INLINE vf mac(vf a, vf b, vf c) { return fma(high(a), high(b), fma(low(a), low(b), c)); }
+};
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
