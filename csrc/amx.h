@@ -52,7 +52,11 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
         if (g == 0) fetch_biases(p, block, c0 + r, m, buf.bias);
         finish_tile(p, block, g * kGroup, c0 + r, m, sums, sums + kRing / 2 * kGroup, buf.bias, buf.bias + 32);
       };
-      stream_product(strips, w.act.gated ? 2 : 1, c1 - c0, groups, w.D, buf.x, 4, buf, finish);
+      const int64_t count = w.act.gated ? 2 : 1;
+      if (groups > 2)
+        stream_product<true>(strips, count, c1 - c0, groups, w.D, buf.x, 4, buf, finish);
+      else
+        stream_product<false>(strips, count, c1 - c0, groups, w.D, buf.x, 4, buf, finish);
       continue;
     }
     int64_t biased = -1;
@@ -63,18 +67,29 @@ static void tile_up(const Part& p, const Block& block, int64_t f0, int64_t f1, L
       a[1] = w.act.gated ? rows16(strips[1], at, least(kGroup, left), w.D, 1, buf)
                          : rows16(strips[0], second ? at + kGroup : at, second, w.D, 1, buf);
     };
-    auto finish = [&](int64_t panel, int64_t g, float* sums) {
-      const int64_t f = c0 + panel * span;
+    const int64_t grain = 4, slices = kGroup / grain;  // of a tile
+    auto finish = [&](int64_t panel, int64_t g, int64_t piece, float* sums) {
+      const int64_t i = piece / (2 * slices), j = piece / slices % 2, r = piece % slices * grain;
+      const int64_t f = c0 + panel * span, at = f + i * kGroup + r;
       if (biased != panel) fetch_biases(p, block, f, least(span, c1 - f), buf.bias);
       biased = panel;
-      for (int64_t j = 0; j < least(2, groups - g); ++j)
-        for (int64_t i = 0; i < (w.act.gated ? 1 : 2); ++i)
-          if (f + i * kGroup < c1)
-            finish_tile(p, block, (g + j) * kGroup, f + i * kGroup, least(kGroup, c1 - f - i * kGroup),
-                        sums + (2 * i + j) * 256, sums + (2 + j) * 256, buf.bias + i * kGroup, buf.bias + 32 + i * kGroup);
+      if (g + j < groups && at < c1)
+        finish_tile(p, block, (g + j) * kGroup, at, least(grain, c1 - at), sums + (2 * i + j) * 256 + r * W,
+                    sums + (2 + j) * 256 + r * W, buf.bias + i * kGroup + r, buf.bias + 32 + i * kGroup + r);
     };
-    tile_product((c1 - c0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, get, finish);
+    tile_product((c1 - c0 + span - 1) / span, groups, w.D, buf.x, span, buf.sums, span / grain * 2, get, finish);
   }
+}
+
+// Sums of group g -> columns [d, d + n) of out. The lines that the next 32 columns go to are asked for: the tokens' rows are
+// not in the cache, and stores that wait for them hold up those of the tiles.
+static void finish_columns(const Part& p, const Block& block, int64_t g, int64_t d, int64_t n, const float* sums,
+                           const float* bias) {
+  const int64_t row = block.row + g * kGroup, tokens = least(kGroup, block.rows - g * kGroup);
+  finish_out<bf16>(p, row, tokens, d, n, sums, W, bias);
+  const bf16* next = p.out.at<bf16>(p.out.first, d) + 2 * kGroup;
+  for (int64_t m = 0; m < tokens; ++m)
+    _mm_prefetch(reinterpret_cast<const char*>(next + (slot_of(p, row + m) - p.out.first) * p.out.width), _MM_HINT_T0);
 }
 
 static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1, Local& local) {
@@ -91,9 +106,12 @@ static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1,
     if (streams(groups, w.F)) {
       auto finish = [&](int64_t r, int64_t m, int64_t g, float* sums) {
         if (g == 0) fetch_bias(w.b_out, block.expert, c0 + r, 1, m, buf.bias);
-        finish_out<bf16>(p, block.row + g * kGroup, least(kGroup, block.rows - g * kGroup), c0 + r, m, sums, W, buf.bias);
+        finish_columns(p, block, g, c0 + r, m, sums, buf.bias);
       };
-      stream_product(&rows, 1, c1 - c0, groups, w.F, block.act, 2 * kGroup, buf, finish);
+      if (groups > 2)
+        stream_product<true>(&rows, 1, c1 - c0, groups, w.F, block.act, 2 * kGroup, buf, finish);
+      else
+        stream_product<false>(&rows, 1, c1 - c0, groups, w.F, block.act, 2 * kGroup, buf, finish);
       continue;
     }
     int64_t biased = -1;
@@ -103,16 +121,14 @@ static void tile_down(const Part& p, const Block& block, int64_t d0, int64_t d1,
         a[i] = rows16(rows, left > 0 ? at : 0, left > 0 ? least(kGroup, left) : 0, w.F, i, buf);
       }
     };
-    auto finish = [&](int64_t panel, int64_t g, float* sums) {
-      const int64_t d = c0 + 2 * panel * kGroup;
+    auto finish = [&](int64_t panel, int64_t g, int64_t piece, float* sums) {
+      const int64_t i = piece / 2, j = piece % 2, d = c0 + 2 * panel * kGroup, at = d + i * kGroup;
       if (biased != panel) fetch_bias(w.b_out, block.expert, d, 1, least(2 * kGroup, c1 - d), buf.bias);
       biased = panel;
-      for (int64_t j = 0; j < least(2, groups - g); ++j)
-        for (int64_t i = 0; i < 2 && d + i * kGroup < c1; ++i)
-          finish_out<bf16>(p, block.row + (g + j) * kGroup, least(kGroup, block.rows - (g + j) * kGroup), d + i * kGroup,
-                           least(kGroup, c1 - d - i * kGroup), sums + (2 * i + j) * 256, W, buf.bias + i * kGroup);
+      if (g + j < groups && at < c1)
+        finish_columns(p, block, g + j, at, least(kGroup, c1 - at), sums + piece * 256, buf.bias + i * kGroup);
     };
-    tile_product((c1 - c0 + 2 * kGroup - 1) / (2 * kGroup), groups, w.F, block.act, 2 * kGroup, buf.sums, get, finish);
+    tile_product((c1 - c0 + 2 * kGroup - 1) / (2 * kGroup), groups, w.F, block.act, 2 * kGroup, buf.sums, 4, get, finish);
   }
 }
 

@@ -191,25 +191,35 @@ MOEFFN_INLINE void tiles_2x(const Rows16* a, const char* b0, const char* b1, int
   }
 }
 
-// The same with sums (i, j, 16, 16) in memory.
-template <bool kTwo>
-static void add_tiles(const Rows16* a, const char* b0, const char* b1, int64_t elems, int64_t k0, int64_t k1, float* sums,
-                      const Ahead& ahead) {
-  begin_sums<kTwo>(sums, k0 == 0);
-  tiles_2x<kTwo>(a, b0, b1, elems, k0, k1, ahead);
-  end_sums<kTwo>(sums);
-}
-
 // Products of `panels` panels of 32 weight rows with all groups of tokens. get(p, a) gives panel p's rows, which start
-// `advance` rows behind those of p - 1; finish(p, g, sums) takes the tiles of groups g and g + 1.
+// `advance` rows behind those of p - 1. finish(p, g, i, sums) is called for i = 0 .. pieces - 1 with the tiles of groups g and
+// g + 1, a few steps apart while the next tiles multiply: at once it takes up to a third of the time.
 template <class Get, class Finish>
 static void tile_product(int64_t panels, int64_t groups, int64_t elems, const char* b, int64_t advance, float* sums,
-                         const Get& get, const Finish& finish) {
+                         int64_t pieces, const Get& get, const Finish& finish) {
   const int64_t steps = round_to(elems, kStep) / kStep, group = steps * kGroupBytes, pairs = (groups + 1) / 2;
   // The part of B in use stays in L2, at the price of sums that are stored and loaded again.
   const int64_t blocks = (groups * group + kTileShare - 1) / kTileShare;
   const int64_t per_block = (steps + blocks - 1) / blocks;
   const int64_t together = blocks == 1 ? 1 : kSumsBytes / (pairs * 4096) > 1 ? kSumsBytes / (pairs * 4096) : 1;
+  struct {
+    int64_t p, g, i;
+    float* sums;
+  } left{0, 0, pieces, nullptr};  // what is to be finished
+  auto finish_some = [&] {
+    if (left.i < pieces) finish(left.p, left.g, left.i++, left.sums);
+  };
+  // Tile 2 i + j of sums (i, j, 16, 16) += A_i · B_j over steps [k0, k1).
+  auto add_tiles = [&](const Rows16* a, const char* b0, int64_t k0, int64_t k1, float* to, const Ahead& ahead, auto two) {
+    constexpr bool kTwo = decltype(two)::value;
+    begin_sums<kTwo>(to, k0 == 0);
+    for (int64_t i = 0, n = k1 - k0; i < pieces; ++i) {
+      tiles_2x<kTwo>(a, b0, b0 + group, elems, k0 + n * i / pieces, k0 + n * (i + 1) / pieces, ahead);
+      finish_some();
+    }
+    end_sums<kTwo>(to);
+  };
+  int64_t made = 0;
   for (int64_t first = 0; first < panels; first += together)
     for (int64_t k0 = 0; k0 < steps; k0 += per_block) {
       const int64_t k1 = least(steps, k0 + per_block);
@@ -223,35 +233,61 @@ static void tile_product(int64_t panels, int64_t groups, int64_t elems, const ch
             ahead.from = static_cast<int>(32 * j / pairs);
             ahead.rows = static_cast<int>(32 * (j + 1) / pairs) - ahead.from;
           }
-          float* s = sums + ((p - first) * pairs + j) * 1024 * (blocks > 1);
-          const char* b0 = b + 2 * j * group;
+          float* s = sums + (blocks > 1 ? (p - first) * pairs + j : made++ % 2) * 1024;
           if (2 * j + 1 < groups)
-            add_tiles<true>(a, b0, b0 + group, elems, k0, k1, s, ahead);
+            add_tiles(a, b + 2 * j * group, k0, k1, s, ahead, std::true_type());
           else
-            add_tiles<false>(a, b0, nullptr, elems, k0, k1, s, ahead);
-          if (k1 == steps) finish(p, 2 * j, s);
+            add_tiles(a, b + 2 * j * group, k0, k1, s, ahead, std::false_type());
+          if (k1 == steps) left = {p, 2 * j, 0, s};
         }
       }
     }
+  while (left.i < pieces) finish_some();
 }
+
+// Tile j of sums += A · B_j over steps [k0, k1), for 16 rows and three or four groups of 16 tokens: each row is read once.
+template <bool kFour>
+MOEFFN_INLINE void tiles_1x(const Rows16& a, const char* b, int64_t elems, int64_t k0, int64_t k1) {
+  const int64_t whole = elems / kStep, group = round_to(elems, kStep) * kGroup * 2;
+  for (int64_t k = k0; k < k1; ++k) {
+    const char* at = b + k * kGroupBytes;
+    if (k < whole)
+      _tile_loadd(4, a.data + k * 64, a.stride);
+    else
+      _tile_loadd(4, a.tail, tail_stride(a, elems));
+    _tile_loadd(5, at, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, at + group, 64);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, at + 2 * group, 64);
+    _tile_dpbf16ps(2, 4, 7);
+    if (kFour) {
+      _tile_loadd(5, at + 3 * group, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+}
+
+// Most groups of stream_product: with five and six, whose sums tiles could hold, it is no faster than tile_product.
+constexpr int64_t kStreamGroups = 4;
 
 // Rows in stream_product's ring of sums, two panels: (groups, strips, kRing / strips, 16).
 constexpr int64_t kRing = 2 * kRun * 2 * kGroup;
-static_assert(2 * kRing * kGroup * 4 <= kSumsBytes, "");
+static_assert(kStreamGroups * kRing * kGroup * 4 <= kSumsBytes, "");
 
 // Whether stream_product takes so many groups.
 MOEFFN_INLINE bool streams(int64_t groups, int64_t elems) {
-  return groups <= 2 && groups * round_to(elems, kStep) / kStep * kGroupBytes <= kTileShare;
+  return groups <= kStreamGroups && groups * round_to(elems, kStep) / kStep * kGroupBytes <= kTileShare;
 }
 
-// Products of one or two strips of n weight rows with one pair of groups of tokens, which take no longer than the weights
+// Products of one or two strips of n weight rows with up to four groups of tokens, which take little longer than the weights
 // take to come. Prefetchers follow one stream in a page of 4 KiB: of tiles with neighbouring rows, which are two to a page
 // when rows have 2 KiB, they lose track (30 GB/s beside a plain read's 38). So a tile's rows lie kRun apart, and the next
 // tiles take the rows between: 32 streams, each without a gap (35 to 37 GB/s; runs of 12 are slower with two groups, and
 // software's requests, to L1 or L2, at any distance). The sums are stored in the order of the rows. finish(r, m, g, sums)
 // takes rows [r, r + m) of the strips, `grain` at most, for group g. It is called a few steps apart while the tiles of the
 // next panel multiply: nothing is read in the meantime, but for what is on its way already (1 to 2 %).
-template <class Finish>
+template <bool kMany, class Finish>
 static void stream_product(const Strip* strips, int64_t count, int64_t n, int64_t groups, int64_t elems, const char* b,
                            int64_t grain, const TileBuffers& buf, const Finish& finish) {
   const int64_t steps = round_to(elems, kStep) / kStep, width = 2 * kGroup / count, ring = kRing / count;
@@ -279,6 +315,19 @@ static void stream_product(const Strip* strips, int64_t count, int64_t n, int64_
       _tile_stored(3, c1 + kRing * kGroup, stride);
     }
   };
+  auto multiply_many = [&](const Rows16& a, float* c, int64_t stride, auto four) {
+    constexpr bool kFour = decltype(four)::value;
+    const int64_t some = (pieces + 1) / 2;
+    begin_sums<true>(nullptr, true);
+    for (int64_t i = 0; i < some; ++i) {
+      tiles_1x<kFour>(a, b, elems, steps * i / some, steps * (i + 1) / some);
+      if (done < ready) finish_some();
+    }
+    _tile_stored(0, c, stride);
+    _tile_stored(1, c + kRing * kGroup, stride);
+    _tile_stored(2, c + 2 * kRing * kGroup, stride);
+    if (kFour) _tile_stored(3, c + 3 * kRing * kGroup, stride);
+  };
   for (int64_t q; ready < n; ready = least(n, ready + q * width)) {
     q = least(kRun, (n - ready) / width);
     if (q == 0) q = 1;
@@ -292,10 +341,17 @@ static void stream_product(const Strip* strips, int64_t count, int64_t n, int64_
         a[i] = rows16({strip.data + first * strip.stride, q * strip.stride}, 0, left > 0 ? left : 0, elems, i, buf);
         c[i] = buf.sums + ((count == 2 ? i * ring : 0) + ready % ring + skip + j) * kGroup;
       }
-      if (groups > 1)
+      if constexpr (kMany) {
+        for (int i = 0; i < 2; ++i)
+          if (groups > 3)
+            multiply_many(a[i], c[i], q * 64, std::true_type());
+          else
+            multiply_many(a[i], c[i], q * 64, std::false_type());
+      } else if (groups > 1) {
         multiply(a, c[0], c[1], q * 64, std::true_type());
-      else
+      } else {
         multiply(a, c[0], c[1], q * 64, std::false_type());
+      }
     }
   }
   while (done < n) finish_some();
