@@ -288,6 +288,33 @@ void one_route() {
   }
 }
 
+void one_logits(Isa isa) {
+  Scores s;
+  s.T = pick(1, 20);
+  s.D = pick(1, 200);
+  s.C = pick(1, 60);
+  const DType types[] = {DType::f32, DType::bf16, DType::f16};
+  const Tensor x = tensor(types[pick(0, 2)], s.T, s.D, 1, false, 1), w = tensor(types[pick(0, 2)], s.C, s.D, 1, false, 1),
+               b = tensor(types[pick(0, 2)], 1, s.C, 1, false, 1);
+  s.x = x.view;
+  s.w = w.view;
+  const bool bias = chance(0.5);
+  if (bias) s.b = b.view;
+  std::vector<float> out(static_cast<size_t>(s.T * s.C), NAN);
+  s.out = out.data();
+  logits(s, isa);
+  for (int64_t t = 0; t < s.T; ++t)
+    for (int64_t c = 0; c < s.C; ++c) {
+      double sum = bias ? b.at(0, c) : 0, size = 1;
+      for (int64_t d = 0; d < s.D; ++d) {
+        sum += x.at(t, d) * w.at(c, d);
+        size += std::fabs(x.at(t, d) * w.at(c, d));
+      }
+      if (!(std::fabs(out[t * s.C + c] - sum) <= 1e-6 * size))
+        fail("logits", "T=" + std::to_string(s.T) + " D=" + std::to_string(s.D) + " C=" + std::to_string(s.C));
+    }
+}
+
 }  // namespace
 
 #include "fuzz_backward.h"
@@ -303,6 +330,7 @@ int main(int argc, char** argv) {
     while (!isa_supported(isa));
     one_layer(isa);
     one_route();
+    one_logits(isa);
     if (i % 2) fuzz_backward(isa);
     ++done[static_cast<int>(isa)];
   }
