@@ -24,8 +24,8 @@ inline Target target_of(const nanobind::object& o) {
 
 // dy and x are (address, row stride) of (T, D) tensors whose elements lie side by side; addresses of what is absent are 0.
 inline void run_backward(const Experts& experts, int dtype, int64_t T, int64_t K, const nanobind::tuple& dy,
-                                const nanobind::tuple& x, uintptr_t h, const nanobind::tuple& plan, uintptr_t weights,
-                                bool on_input, uintptr_t dx, uintptr_t dweights, const nanobind::tuple& targets) {
+                         const nanobind::tuple& x, uintptr_t h, const nanobind::tuple& plan, uintptr_t weights,
+                         bool on_input, uintptr_t dx, uintptr_t dweights, const nanobind::tuple& targets) {
   auto rows = [&](const nanobind::tuple& t) {
     Array a;
     a.data = reinterpret_cast<const void*>(nanobind::cast<uintptr_t>(t[0]));

@@ -84,7 +84,7 @@ Forward call_of(Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t
 }
 
 void run_forward(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int64_t s1, int64_t K, Address offsets,
-                        Address slot_of_row, Address row_of_slot, Address weights, bool on_input, Address y, Address h) {
+                 Address slot_of_row, Address row_of_slot, Address weights, bool on_input, Address y, Address h) {
   Forward f = call_of(x, dtype, T, s0, s1, K, weights, on_input, y);
   f.plan.offsets = ptr<const int32_t>(offsets);
   f.plan.slot_of_row = ptr<const int32_t>(slot_of_row);
@@ -134,17 +134,8 @@ void run_plan(Address experts, int64_t N, int64_t E, Address counts, Address off
             ptr<int32_t>(row_of_slot));
 }
 
-void run_route(Address logits, int64_t T, int64_t E, int64_t K, int score, bool score_selected, bool renormalize, float eps,
-               float scale, Address bias, Address experts, Address weights) {
-  Router r;
-  r.E = E;
-  r.K = K;
-  if (score < 0 || score > 1) throw BadArgument("score: expected 0 (softmax) or 1 (sigmoid)");
-  r.score = static_cast<Score>(score);
-  r.score_selected = score_selected;
-  r.renormalize = renormalize;
-  r.renorm_eps = eps;
-  r.scale = scale;
+void run_route(Address logits, int64_t T, const nb::tuple& router, Address bias, Address experts, Address weights) {
+  Router r = router_of(router);
   r.selection_bias = ptr<const float>(bias);
   nb::gil_scoped_release release;
   route(r, ptr<const float>(logits), T, ptr<int32_t>(experts), ptr<float>(weights));

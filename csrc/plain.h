@@ -4,6 +4,7 @@
 // the table of C functions that torch offers for exchanging them (DLPack). What is not plain is left to Python.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -16,15 +17,8 @@ namespace moeffn {
 
 namespace nb = nanobind;
 
-// Of dlpack.h, major version 1.
-struct Described {
-  void* data;
-  int32_t device_type, device_id, ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-};
+using Described = nb::dlpack::dltensor;
+// DLPackExchangeAPI of dlpack.h, major version 1.
 struct Exchange {
   uint32_t major, minor;
   void *older, *allocate, *share, *make;
@@ -185,19 +179,23 @@ class Plain {
   template <class Call>
   bool tensor(PyObject* o, int ndim, const Call& call, Described& d) {
     if (!o || !(type_is(o, tensor_) || type_is(o, parameter_)) || describe_(o, &d) != 0) return false;
-    if (d.device_type != 1 || d.lanes != 1 || (ndim && d.ndim != ndim) || says(is_neg_, o)) return false;
+    if (d.device.device_type != nb::device::cpu::value || d.dtype.lanes != 1 || (ndim && d.ndim != ndim) || says(is_neg_, o)) return false;
     if (!d.data) return false;  // symbolic zeros
     d.data = static_cast<char*>(d.data) + d.byte_offset;
     return !call.grad || nb::steal(PyObject_GetAttr(o, names_.requires_grad)).is(Py_False);
   }
 
-  static bool dtype_of(const Described& d, DType& to) {
-    if (d.code == 4 && d.bits == 16) return to = DType::bf16, true;
-    if (d.code == 2 && d.bits == 16) return to = DType::f16, true;
-    return to = DType::f32, d.code == 2 && d.bits == 32;
+  static bool holds(const Described& d, nb::dlpack::dtype_code code, int bits) {
+    return d.dtype.code == static_cast<uint8_t>(code) && d.dtype.bits == bits;
   }
+  static bool is_float(const Described& d) { return holds(d, nb::dlpack::dtype_code::Float, 32); }
+  static bool is_int(const Described& d) { return holds(d, nb::dlpack::dtype_code::Int, 32); }
 
-  static bool is_float(const Described& d) { return d.code == 2 && d.bits == 32; }
+  static bool dtype_of(const Described& d, DType& to) {
+    if (holds(d, nb::dlpack::dtype_code::Bfloat, 16)) return to = DType::bf16, true;
+    if (holds(d, nb::dlpack::dtype_code::Float, 16)) return to = DType::f16, true;
+    return to = DType::f32, is_float(d);
+  }
 
   static bool contiguous(const Described& d) {
     int64_t expected = 1;
@@ -250,7 +248,7 @@ class Plain {
     Described ids, scales;
     if (!tensor(field(routing, names_.experts, call), 2, call, ids)) return false;
     if (!tensor(field(routing, names_.weights, call), 2, call, scales)) return false;
-    if (ids.code != 0 || ids.bits != 32 || !is_float(scales)) return false;
+    if (!is_int(ids) || !is_float(scales)) return false;
     if (!contiguous(ids) || !contiguous(scales) || !shape_is(scales, {ids.shape[0], ids.shape[1]})) return false;
     call.f.T = ids.shape[0];
     call.f.plan.K = ids.shape[1];
@@ -274,7 +272,7 @@ class Plain {
     a.s1 = 1;
     call.y = nb::steal(PyObject_CallOneArg(empty_like_, x));
     if (!call.y.is_valid() || !tensor(call.y.ptr(), in.ndim, call, out) || !contiguous(out)) return false;
-    if (out.code != in.code || out.bits != in.bits || !std::equal(in.shape, in.shape + in.ndim, out.shape)) return false;
+    if (out.dtype != in.dtype || !std::equal(in.shape, in.shape + in.ndim, out.shape)) return false;
     call.f.y = out.data;
     return true;
   }
@@ -311,7 +309,7 @@ class Plain {
     for (int i = 0; i < 3; ++i)
       if (!tensor(PyTuple_GET_ITEM(call.outputs.ptr(), i), 2, call, d[i]) || !contiguous(d[i])) return false;
     if (!shape_is(d[0], {T, K}) || !shape_is(d[1], {T, K}) || !shape_is(d[2], {T, call.r.E})) return false;
-    if (d[0].code != 0 || d[0].bits != 32 || !is_float(d[1]) || !is_float(d[2])) return false;
+    if (!is_int(d[0]) || !is_float(d[1]) || !is_float(d[2])) return false;
     call.experts = static_cast<int32_t*>(d[0].data);
     call.weights = static_cast<float*>(d[1].data);
     call.s.out = static_cast<float*>(d[2].data);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,7 @@ except ImportError as error:
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
+@functools.lru_cache(maxsize=256)
 def _router(c: RouterConfig) -> tuple[int, int, bool, bool, bool, float, float] | None:
     """What the C++ router takes: plain softmax and sigmoid; None for other configs."""
     plain = RouterConfig(num_experts=c.num_experts, top_k=c.top_k, score=c.score, order=c.order,
@@ -171,14 +173,13 @@ class NativeBackend:
 
     def route(self, logits: Tensor, config: RouterConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """logits (T, E) float32, bias (E,) -> ids (T, K) int32 and weights (T, K) float32 of `moeffn.route`."""
-        T, E = logits.shape
+        T = logits.shape[0]
         logits = _in_memory(logits).contiguous()
         bias = None if bias is None else bias.float().contiguous()
         ids = logits.new_empty((T, config.top_k), dtype=torch.int32)
         weights = logits.new_empty((T, config.top_k))
-        module().route(logits.data_ptr(), T, E, config.top_k, int(config.score == "sigmoid"),
-                       config.order == "topk_score", config.renormalize, config.renorm_eps, config.scale,
-                       0 if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        module().route(logits.data_ptr(), T, _router(config), 0 if bias is None else bias.data_ptr(), ids.data_ptr(),
+                       weights.data_ptr())
         return ids, weights
 
     def route_backward(self, dweights: Tensor, logits: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:
