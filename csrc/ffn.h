@@ -19,24 +19,33 @@ static Strip widen(Strip from, int64_t n, int64_t first, int64_t lanes, int64_t 
   return {reinterpret_cast<const char*>(to), stride * 4};
 }
 
-// The products of a tile's dot rows with `total` weight rows in strips of n, in S streams of neighbouring rows.
+// sums (dots, total; rows `pitch` apart) = the tile's dot rows · the `total` rows of one strip of n, or of two, in S streams of
+// neighbouring rows.
 template <class L, class WT, int S>
-static void dots(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int64_t total, int64_t n,
-                 const Buffers& buf) {
+static void dot_streams(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int64_t total, int64_t n,
+                        float* sums, int64_t pitch) {
   const int64_t each = (total + S - 1) / S;
   float out[kDotLimit * S];
-  float* sums = buf.sums + cut.vectors * W * kChunk;
   for (int64_t i = 0; i < each; ++i) {
     const WT* r[S];
     for (int s = 0; s < S; ++s) {
       const int64_t j = s * each + i < total ? s * each + i : 0;
-      r[s] = reinterpret_cast<const WT*>(strips[j / n].data + j % n * strips[j / n].stride);
+      const Strip& strip = strips[j >= n];
+      r[s] = reinterpret_cast<const WT*>(strip.data + (j >= n ? j - n : j) * strip.stride);
     }
     dot_rows<L, WT, S>(cut.dots, tile + dots_at<L>(cut, elems), row_lanes<L>(elems), r, elems, out);
     for (int s = 0; s < S; ++s)
       if (s * each + i < total)
-        for (int64_t m = 0; m < cut.dots; ++m) sums[m * kChunk + s * each + i] = out[m * S + s];
+        for (int64_t m = 0; m < cut.dots; ++m) sums[m * pitch + s * each + i] = out[m * S + s];
   }
+}
+template <class L, class WT>
+static void dots(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int64_t total, int64_t n, float* sums,
+                 int64_t pitch) {
+  if (cut.dots > most_rows(kMoreStreams))
+    dot_streams<L, WT, kStreams>(cut, tile, elems, strips, total, n, sums, pitch);
+  else
+    dot_streams<L, WT, kMoreStreams>(cut, tile, elems, strips, total, n, sums, pitch);
 }
 
 // The products of a tile with `count` strips of n weight rows each: sums.
@@ -60,10 +69,7 @@ static void product(const Cut& cut, const float* tile, int64_t elems, const Stri
       }
     }
   }
-  if (cut.dots > most_rows(kMoreStreams))
-    dots<L, WT, kStreams>(cut, tile, elems, strips, n * count, n, buf);
-  else if (cut.dots)
-    dots<L, WT, kMoreStreams>(cut, tile, elems, strips, n * count, n, buf);
+  if (cut.dots) dots<L, WT>(cut, tile, elems, strips, n * count, n, buf.sums + cut.vectors * W * kChunk, kChunk);
 }
 
 // n weight rows of one expert from `first`; copied when their elements do not lie side by side.
@@ -100,8 +106,13 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
   const int64_t count = w.act.gated ? 2 : 1, span = kChunk / count, step = w.gate_step();  // span: hidden units at a time
   const int64_t lanes = lanes_of<L>(w.F), stride = row_lanes<L>(w.F);
   float* act = reinterpret_cast<float*>(block.act);
-  const bool columns = by_columns(cut, w.w_in);
+  const bool columns = by_columns(cut, w.w_in), at_once = dots_at_once(cut, w.w_in);
   const int64_t side = step == 2 ? 2 : 1, all = f1 - f0;  // columns of a unit that lie side by side
+  if (at_once) {
+    Strip strips[2];
+    up_strips<WT>(w, block.expert, f0, all, nullptr, strips);
+    dots<L, WT>(cut, buf.tile, w.D, strips, count * all, all, buf.wide_sums, count * all);
+  }
   if (columns)
     for (int64_t s = 0; s < count; s += side)
       column_product<L>(cut.dots, buf.tile, w.D, static_cast<const WT*>(w.w_in.at(block.expert, s * w.F + f0 * side)),
@@ -115,7 +126,7 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
             buf.sums[m * kChunk + s * n + i] =
                 side == 2 ? buf.wide_sums[(m * all + f - f0 + i) * 2 + s]
                           : buf.wide_sums[(s * cut.dots + m) * all + f - f0 + i];
-    } else {
+    } else if (!at_once) {
       Strip strips[2];
       up_strips(w, block.expert, f, n, static_cast<WT*>(buf.copies), strips);
       product<L, WT>(cut, buf.tile, w.D, strips, static_cast<int>(count), n, buf);
@@ -132,8 +143,8 @@ static void up_task(const Part& p, const Block& block, int64_t f0, int64_t f1, L
                            buf.bias + n, act + first * W * lanes + f / L::kPerLane * pitch + at);
         }
       for (int64_t m = 0; m < cut.dots; ++m) {
-        const float* sums = buf.sums + (cut.vectors * W + m) * kChunk;
-        finish_up_row<L, XT>(p, block.row + cut.vectors * W + m, f, n, sums, sums + n, buf.bias,
+        const float* gate = at_once ? buf.wide_sums + m * count * all + f - f0 : buf.sums + (cut.vectors * W + m) * kChunk;
+        finish_up_row<L, XT>(p, block.row + cut.vectors * W + m, f, n, gate, gate + (at_once ? all : n), buf.bias,
                              act + dots_at<L>(cut, w.F) + m * stride);
       }
     });
@@ -146,16 +157,17 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
   const Cut cut = cut_rows(block.rows);
   const Buffers buf = carve<L, WT>(local.data, cut, w, nullptr);
   const float* act = reinterpret_cast<const float*>(block.act);
-  const bool columns = by_columns(cut, w.w_out);
+  const bool columns = by_columns(cut, w.w_out), at_once = dots_at_once(cut, w.w_out);
+  if (at_once) {
+    const Strip rows = strip<WT>(w.w_out, block.expert, d0, d1 - d0, w.F, nullptr);
+    dots<L, WT>(cut, act, w.F, &rows, d1 - d0, d1 - d0, buf.wide_sums, d1 - d0);
+  }
   if (columns)
     column_product<L>(cut.dots, act, w.F, static_cast<const WT*>(w.w_out.at(block.expert, d0)), w.w_out.s2, d1 - d0,
                       buf.wide_sums);
   for (int64_t d = d0; d < d1; d += kChunk) {
     const int64_t n = least(kChunk, d1 - d);
-    if (columns) {
-      for (int64_t m = 0; m < cut.dots; ++m)
-        memcpy(buf.sums + m * kChunk, buf.wide_sums + m * (d1 - d0) + d - d0, static_cast<size_t>(n) * 4);
-    } else {
+    if (!columns && !at_once) {
       const Strip rows = strip(w.w_out, block.expert, d, n, w.F, static_cast<WT*>(buf.copies));
       product<L, WT>(cut, act, w.F, &rows, 1, n, buf);
     }
@@ -168,7 +180,8 @@ static void down_task(const Part& p, const Block& block, int64_t d0, int64_t d1,
           finish_out<XT>(p, block.row + m, least(W, block.rows - m), d, n, buf.sums + first * W * kChunk + at, pitch, buf.bias);
         }
       for (int64_t m = 0; m < cut.dots; ++m) {
-        const float* sums = buf.sums + (cut.vectors * W + m) * kChunk;
+        const float* sums = columns || at_once ? buf.wide_sums + m * (d1 - d0) + d - d0
+                                               : buf.sums + (cut.vectors * W + m) * kChunk;
         const int64_t slot = slot_of(p, block.row + cut.vectors * W + m);
         XT* out = p.out.at<XT>(slot, d);
         const float scale = p.out_scale ? p.out_scale[slot] : 1.0f;

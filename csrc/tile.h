@@ -41,7 +41,7 @@ struct Buffers {
   float* bias;   // (kChunk,)
   float* wide;   // a block of kChunk weight rows in the kernels' own dtype, for weights of another
   void* copies;  // kChunk rows of weights, for weights whose rows are not contiguous
-  float* wide_sums;  // (dots, max(2 F, D)) for transposed weights and few rows: all sums of a task
+  float* wide_sums;  // (dots, max(2 F, D)): all sums of a task of few rows
   float* row;    // (D,) one row of x as floats
   float* rows;   // (W, row_lanes(D)) rows of x before they become a vector of a panel
 };
@@ -54,6 +54,8 @@ MOEFFN_INLINE bool direct(int64_t elems) {
 MOEFFN_INLINE bool contiguous_rows(const Experts& w) { return w.w_in.s2 == 1 && w.w_out.s2 == 1; }
 // Whether a product with this matrix goes by its columns.
 MOEFFN_INLINE bool by_columns(const Cut& cut, const Array& w) { return !cut.vectors && w.s2 != 1 && w.s1 == 1; }
+// Whether all dot products of a task are taken before any is used: whatever comes between them, the memory waits for.
+MOEFFN_INLINE bool dots_at_once(const Cut& cut, const Array& w) { return !cut.vectors && w.s2 == 1; }
 
 template <class L, class WT>
 MOEFFN_INLINE Buffers carve(char* data, const Cut& cut, const Experts& w, size_t* used) {
@@ -71,7 +73,7 @@ MOEFFN_INLINE Buffers carve(char* data, const Cut& cut, const Experts& w, size_t
   b.wide = reinterpret_cast<float*>(take(widens ? kChunk * (kWideLanes + W) * 4 : 0));
   b.copies = take(contiguous_rows(w) ? 0 : kChunk * (w.D > w.F ? w.D : w.F) * static_cast<int64_t>(sizeof(WT)));
   const int64_t widest = w.D > w.in_rows() ? w.D : w.in_rows();
-  b.wide_sums = reinterpret_cast<float*>(take(by_columns(cut, w.w_in) || by_columns(cut, w.w_out) ? cut.dots * widest * 4 : 0));
+  b.wide_sums = reinterpret_cast<float*>(take(cut.vectors ? 0 : cut.dots * widest * 4));
   b.row = reinterpret_cast<float*>(take(round_to(w.D, W) * 4));
   b.rows = reinterpret_cast<float*>(take(cut.vectors ? W * row_lanes<L>(w.D) * 4 : 0));
   if (used) *used = static_cast<size_t>(at);
