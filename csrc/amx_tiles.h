@@ -25,22 +25,25 @@ struct alignas(64) TileConfig {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 
-  explicit TileConfig(int64_t tokens = kGroup) {
+  explicit TileConfig(int64_t tokens) {
     for (int tile : {0, 1, 2, 3, 6, 7}) row_bytes[tile] = static_cast<uint16_t>(tokens * 4);
   }
+  // Not by gcc's intrinsics, which tell the compiler of the first 8 bytes only: it drops the stores to the others.
+  MOEFFN_SMALL void load() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this)); }
+  MOEFFN_SMALL void store() { __asm__ volatile("sttilecfg %0" : "=m"(*this)); }
 };
 
 // The tile registers' configuration belongs to the thread, which oneDNN may have set: put back what was there.
 class UseTiles {
  public:
-  explicit UseTiles(int64_t tokens = kGroup) {
-    _tile_storeconfig(&before_);
-    const TileConfig config(tokens);
-    _tile_loadconfig(&config);
+  explicit UseTiles(int64_t tokens = kGroup) : before_(tokens) {
+    const TileConfig config = before_;
+    before_.store();
+    config.load();
   }
   ~UseTiles() {
     if (before_.palette)
-      _tile_loadconfig(&before_);
+      before_.load();
     else
       _tile_release();
   }
