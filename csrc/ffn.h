@@ -244,7 +244,7 @@ static size_t local_bytes(const Part& p, int64_t rows) {
 template <class L, class WT>
 static const Kernels* table(const char* name) {
   static const Kernels k = {act_bytes<L>,     max_rows<L>,  local_bytes<L, WT>, up_task<L, WT>,
-                            down_task<L, WT>, combine_task, kChunk,             name,
+                            down_task<L, WT>, combine_task, name,
                             logits_task<WT>};
   return &k;
 }

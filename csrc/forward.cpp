@@ -19,9 +19,13 @@ constexpr int64_t kMostScratch = int64_t{54} << 20;
 constexpr int64_t kLeastStrip = 128;
 // Tasks wanted per thread and phase: fewer lose to imbalance, more to packing the same rows again.
 constexpr int64_t kTasksPerThread = 8;
+// Hidden units and columns of a task are a multiple of this many.
+constexpr int64_t kUnit = 32;
+// Elements of weights that a down projection's task has at least, where there are several.
+constexpr int64_t kLeastWeights = 1 << 17;
 // Reading an expert's weights costs about as much as multiplying this many rows by them.
 constexpr int64_t kReadRows = 16;
-constexpr int64_t kCombineTokens = 16;
+constexpr int64_t kCombineTokens = 16;  // at most
 // Below this many multiply-adds a call runs on the caller's thread alone.
 constexpr int64_t kSmallWork = 1 << 16;
 
@@ -62,13 +66,13 @@ void add_blocks(const Part& part, int index, int64_t s0, int64_t s1, bool all, c
 
 int64_t cost(const Part& p, const Block& b) { return (b.rows + kReadRows) * p.w->F * p.w->D; }
 
-// Adds tasks for [from, to) in so many parts of whole steps; returns their number.
-int64_t cut(std::vector<Task>& tasks, Task::Kind kind, size_t index, int64_t from, int64_t to, int64_t parts, int64_t step) {
-  const int64_t units = (to - from + step - 1) / step;
+// Adds tasks for [from, to) in so many parts of whole units; returns their number.
+int64_t cut(std::vector<Task>& tasks, Task::Kind kind, size_t index, int64_t from, int64_t to, int64_t parts, int64_t unit) {
+  const int64_t units = (to - from + unit - 1) / unit;
   parts = std::max<int64_t>(1, std::min(parts, units));
   for (int64_t i = 0; i < parts; ++i)
-    tasks.push_back({kind, static_cast<int32_t>(index), from + units * i / parts * step,
-                     std::min(to, from + units * (i + 1) / parts * step)});
+    tasks.push_back({kind, static_cast<int32_t>(index), from + units * i / parts * unit,
+                     std::min(to, from + units * (i + 1) / parts * unit)});
   return parts;
 }
 
@@ -121,12 +125,12 @@ class Call {
 
   // The width of the strips that so many bytes hold; 0 when they are too few.
   int64_t strip_width(int64_t tokens, int64_t bytes) const {
-    const int64_t column = routed_column(tokens) + shared_column(tokens), step = k_.f_step;
+    const int64_t column = routed_column(tokens) + shared_column(tokens);
     if (sum_.D * column <= bytes) return sum_.D;
-    const int64_t most = std::max<int64_t>(bytes, 0) / (2 * column) / step * step;
+    const int64_t most = std::max<int64_t>(bytes, 0) / (2 * column) / kUnit * kUnit;
     if (most < kLeastStrip) return 0;
     const int64_t strips = (sum_.D + most - 1) / most;
-    return ((sum_.D + strips - 1) / strips + step - 1) / step * step;
+    return ((sum_.D + strips - 1) / strips + kUnit - 1) / kUnit * kUnit;
   }
 
   int64_t act_of(const Block& b) const { return (k_.act_bytes(parts_[b.part], b.rows) + 63) / 64 * 64; }
@@ -197,11 +201,21 @@ class Call {
     std::unique_ptr<Latch[]> downs(new Latch[strips]), sums(new Latch[strips]);
     const int64_t share = std::max<int64_t>(1, total / (threads * kTasksPerThread));
     auto parts = [&](size_t i) { return threads == 1 ? 1 : (cost(parts_[blocks_[i].part], blocks_[i]) + share - 1) / share; };
+    int64_t rest = total;  // of the down projections, those without a task
+    // Tasks shrink towards the end, so that no thread waits long for another's last one.
     auto add_down = [&](size_t i, int64_t s) {
-      const int64_t made = cut(tasks_, Task::down, i, s * width_, std::min(sum_.D, (s + 1) * width_),
-                               (parts(i) + strips - 1) / strips, k_.f_step);
-      if (kept < blocks_.size()) acts[i].reset(made);
-      return made;
+      const Part& part = parts_[blocks_[i].part];
+      const int64_t to = std::min(sum_.D, (s + 1) * width_), column = std::max<int64_t>(1, cost(part, blocks_[i]) / sum_.D);
+      int64_t n = 0;
+      for (int64_t d = s * width_, width; d < to; d += width, ++n) {
+        const int64_t most = std::max({std::min(share, rest / (2 * threads)) / column, kLeastWeights / part.w->F, int64_t{1}});
+        const int64_t pieces = threads == 1 ? 1 : (to - d + most - 1) / most;
+        width = std::min(to - d, ((to - d) / pieces + kUnit - 1) / kUnit * kUnit);
+        tasks_.push_back({Task::down, static_cast<int32_t>(i), d, d + width});
+        rest -= width * column;
+      }
+      if (kept < blocks_.size()) acts[i].reset(n);
+      return n;
     };
     int64_t made = 0;
     size_t next = 0;
@@ -209,15 +223,16 @@ class Call {
     const size_t behind = kept == blocks_.size() ? kept : kept > static_cast<size_t>(threads) + 1 ? kept - threads : 1;
     for (size_t i = 0; i < blocks_.size(); ++i) {
       if (i >= behind) made += add_down(next++, 0);
-      ups[i].reset(cut(tasks_, Task::up, i, 0, parts_[blocks_[i].part].w->F, parts(i), k_.f_step));
+      ups[i].reset(cut(tasks_, Task::up, i, 0, parts_[blocks_[i].part].w->F, parts(i), kUnit));
     }
+    const int64_t together = std::min(kCombineTokens, (n + threads - 1) / threads);
     for (int64_t s = 0; s <= strips; ++s) {  // a strip is summed after the next one was handed out
       for (; s < strips && next < blocks_.size(); ++next) made += add_down(next, s);
       if (s < strips) downs[s].reset(made);
       made = 0;
       next = 0;
       if (s > 0)
-        sums[s - 1].reset(cut(tasks_, Task::sum, static_cast<size_t>(s - 1), t0, t0 + n, n, kCombineTokens));
+        sums[s - 1].reset(cut(tasks_, Task::sum, static_cast<size_t>(s - 1), t0, t0 + n, n, together));
     }
     Claims claims(static_cast<int64_t>(tasks_.size()));
 

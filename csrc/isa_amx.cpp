@@ -38,11 +38,11 @@ const Probe* probe_amx() {
 const Kernels* kernels_amx(DType x, DType w) {
   using namespace amx;
   static const Kernels split = {split_act_bytes, split_max_rows, split_local_bytes, split_up, split_down,
-                                combine_task,    kChunk,         "amx",             logits_task<float>};
+                                combine_task,    "amx",             logits_task<float>};
   if (x == DType::f32 && w == DType::f32) return &split;
   if (x != DType::bf16 || w != DType::bf16) return float_table(w, "avx512");
   static const Kernels k = {tile_act_bytes, tile_max_rows, tile_local_bytes, tile_up, tile_down,
-                            combine_task,   kChunk,        "amx",            logits_task<bf16>};
+                            combine_task,   "amx",            logits_task<bf16>};
   return &k;
 }
 

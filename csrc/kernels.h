@@ -66,14 +66,13 @@ struct Kernels {
   // Most rows in a block, and the bytes of Local::data for blocks of so many rows.
   int64_t (*max_rows)(const Part&);
   size_t (*local_bytes)(const Part&, int64_t rows);
-  // act(x · w_inᵀ + b_in) for columns [f0, f1); both are multiples of f_step, or F. Also writes h when wanted.
+  // act(x · w_inᵀ + b_in) for columns [f0, f1); multiples of 32, or F. Also writes h when wanted.
   void (*up)(const Part&, const Block&, int64_t f0, int64_t f1, Local&);
-  // out = act · w_outᵀ + b_out for columns [d0, d1) of one strip, multiples of f_step, or D.
+  // out = act · w_outᵀ + b_out for columns [d0, d1) of one strip, multiples of 32, or D.
   void (*down)(const Part&, const Block&, int64_t d0, int64_t d1, Local&);
   // y[t] = sum over k, in slot order, of weights[t, k] * out[row]; then the shared expert's row: columns [d0, d1) of one
   // strip.
   void (*combine)(const Sum&, int64_t t0, int64_t t1, int64_t d0, int64_t d1);
-  int64_t f_step;
   const char* name;
   // A router's logits for classes [c0, c1). `tile` has room for T rows of D + 32 floats; `fill`: x is not in it yet.
   void (*logits)(const Scores&, int64_t c0, int64_t c1, float* tile, bool fill);
