@@ -21,10 +21,10 @@ constexpr int kAccumulators = 8;
 constexpr int64_t kDotLimit = 8;  // up to so many rows the dot form alone, which reads each byte of the weights once
 constexpr int kDotRows = 6;    // tokens at once in the dot form, beside kStreams weight rows
 constexpr int kStreams = 4;    // weight rows read at once by the dot form
-constexpr int kMoreStreams = MOEFFN_WIDTH == 16 ? 8 : kStreams;  // the same for one or two tokens
+constexpr int kMoreStreams = MOEFFN_WIDTH == 16 ? 8 : kStreams;  // the same for up to three tokens
 
 // Tokens whose sums with so many weight rows fit the registers.
-constexpr int most_rows(int streams) { return streams > kStreams ? 2 : kDotRows; }
+constexpr int most_rows(int streams) { return streams > kStreams ? 3 : kDotRows; }
 constexpr int kChunk = 96;     // weight rows multiplied before their sums are used: whole groups, also when half are gates
 // Of a panel, in use at a time: streams from L2, beside as many weights. Pieces that fit L1 spend 7 % on their sums, and
 // walk the weights in runs too short to be prefetched.
@@ -152,29 +152,25 @@ static void dot_kernel(const float* tile, int64_t stride, const WT* const* rows,
 #pragma GCC unroll 8
   for (int s = 0; s < S; ++s) r[s] = rows[s];
   const int64_t step = W * L::kPerLane, full = elems / step * step;
-  auto add = [&](const vf (&w)[S], const float* x) __attribute__((always_inline)) {
+  auto add = [&](auto lanes, const float* x) __attribute__((always_inline)) {
+    vf a[M];
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const vf a = load(x + m * stride);
+    for (int m = 0; m < M; ++m) a[m] = load(x + m * stride);
 #pragma GCC unroll 8
-      for (int s = 0; s < S; ++s) acc[m][s] = L::mac(a, w[s], acc[m][s]);
+    for (int s = 0; s < S; ++s) {
+      const vf w = lanes(s);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) acc[m][s] = L::mac(a[m], w, acc[m][s]);
     }
   };
   const float* x = tile;
   for (int64_t k = 0; k < full; k += step, x += W) {
-    vf w[S];
-#pragma GCC unroll 8
-    for (int s = 0; s < S; ++s) w[s] = L::lanes(r[s] + k);
     if constexpr (kStreamAhead > 0)
 #pragma GCC unroll 8
       for (int s = 0; s < S; ++s) __builtin_prefetch(reinterpret_cast<const char*>(r[s] + k) + kStreamAhead / S);
-    add(w, x);
+    add([&](int s) __attribute__((always_inline)) { return L::lanes(r[s] + k); }, x);
   }
-  if (full < elems) {
-    vf w[S];
-    for (int s = 0; s < S; ++s) w[s] = L::lanes_part(r[s] + full, elems - full);
-    add(w, x);
-  }
+  if (full < elems) add([&](int s) __attribute__((always_inline)) { return L::lanes_part(r[s] + full, elems - full); }, x);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
