@@ -30,7 +30,7 @@ def short(contender: str) -> str:
 
 def about(row: Row) -> str:
     """The machine of a result."""
-    return f"{row['cpu']}, {row['threads']} threads, torch {row['torch']}, {row['date']}"
+    return f"{row['cpu']}, {row['threads']} threads, torch {row['torch']}"
 
 
 def table(name: str, rows: list[Row]) -> list[str]:
@@ -98,7 +98,10 @@ def main() -> None:
     after = rest.split(END)[1]
     results = {path.name: read(path) for path in sorted((HERE / "results").glob("*.csv"))}
     layers = {name: rows for name, rows in results.items() if rows and rows[0].keys() >= NEEDED}
-    machines = dict.fromkeys(about(r) for rows in results.values() for r in rows if r.keys() >= {"cpu", "date"})
+    dates: dict[str, set[str]] = {}  # of each machine
+    for r in (r for rows in results.values() for r in rows if r.keys() >= {"cpu", "date"}):
+        dates.setdefault(about(r), set()).add(r["date"])
+    machines = [f"{machine}, {' to '.join(sorted({min(days), max(days)}))}" for machine, days in dates.items()]
     lines = ["; ".join(machines) + ".", ""] if machines else []
     lines += [line for name, rows in layers.items() for line in table(name, rows)]
     lines += exchange_table(HERE / "results" / "ep.csv")
