@@ -95,9 +95,8 @@ void run_forward(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, 
   last_kernel = forward(w, f, chosen_isa());
 }
 
-// Plan and forward, without the GIL.
+// Plan and forward.
 void moe(const Experts& w, Forward& f, const int32_t* experts) {
-  nb::gil_scoped_release release;
   const int64_t N = f.T * f.plan.K;
   std::vector<int32_t> memory(static_cast<size_t>(w.E + 1 + 2 * N));
   int32_t* offsets = memory.data();
@@ -115,6 +114,7 @@ void run_moe(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int6
   if (shared && (shared->E != 1 || shared->D != w.D)) throw BadArgument("shared: expected one expert of the same D");
   f.shared = shared;
   f.shared_gate = ptr<const float>(shared_gate);
+  nb::gil_scoped_release release;
   moe(w, f, ptr<const int32_t>(experts));
 }
 
@@ -123,9 +123,16 @@ Plain* plain = nullptr;  // never freed: objects must not be released after the 
 // moe_ffn(x, routing, weights), or None when the call is not plain.
 nb::object plain_moe(nb::handle x, nb::handle routing, nb::handle weights) {
   PlainCall call;
-  if (!plain || !plain->prepare(x.ptr(), routing.ptr(), weights.ptr(), call)) return nb::none();
+  if (!plain || !plain->read(x.ptr(), routing.ptr(), weights.ptr(), call)) return nb::none();
+  call.f.maker = &call;
+  call.f.make_y = [](void* maker, void** y) {
+    PlainCall& call = *static_cast<PlainCall*>(maker);
+    const bool made = plain->finish(call);
+    *y = call.f.y;
+    return made;
+  };
   moe(call.w, call.f, call.ids);
-  return call.y;
+  return call.unlocked ? (call.unlocked.reset(), call.y) : nb::none();
 }
 
 void run_plan(Address experts, int64_t N, int64_t E, Address counts, Address offsets, Address slot_of_row, Address row_of_slot) {

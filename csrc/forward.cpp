@@ -107,10 +107,12 @@ class Call {
     sum_.shared_gate = call.shared_gate;
     sum_.only_dropped = direct_;
     sum_.y = static_cast<char*>(call.y);
+    y_made_.reset(call.make_y ? 1 : 0);
   }
 
   void run() {
-    for (int64_t t0 = 0, n = call_.T; t0 < call_.T; t0 += n) {
+    if (direct_ || call_.T == 0) begin();
+    for (int64_t t0 = 0, n = call_.T; t0 < call_.T && !given_up_; t0 += n) {
       n = std::min(n, call_.T - t0);
       while (!fits(t0, n) && n > 1) n = (n + 1) / 2;
       if (width_ == 0) width_ = sum_.D;
@@ -119,6 +121,15 @@ class Call {
   }
 
  private:
+  // Makes y, where that is still to do.
+  void begin() {
+    if (y_made_.ready()) return;
+    void* y = nullptr;
+    given_up_ = !call_.make_y(call_.maker, &y);
+    sum_.y = static_cast<char*>(y);
+    y_made_.done();
+  }
+
   // Bytes of a column of what the routed experts, and the shared one, give to so many tokens.
   int64_t routed_column(int64_t tokens) const { return direct_ ? 0 : tokens * sum_.K * size_of(sum_.dtype); }
   int64_t shared_column(int64_t tokens) const { return parts_.size() > 1 ? tokens * size_of(sum_.dtype) : 0; }
@@ -239,12 +250,15 @@ class Call {
     parallel(threads, [&](int thread, int) {
       Local local;
       local.data = locals + local_bytes_ * thread;
+      if (thread == 0) begin();
+      if (thread == 0 && given_up_) claims.stop();
       for (int64_t i = claims.next(); i >= 0; i = claims.next()) {
         const Task& task = tasks_[i];
         if (task.kind == Task::sum) {
           const int64_t d = task.index * width_;
           downs[task.index].wait();
-          k_.combine(sum_, task.from, task.to, d, std::min(sum_.D, d + width_));
+          y_made_.wait();
+          if (!given_up_) k_.combine(sum_, task.from, task.to, d, std::min(sum_.D, d + width_));
           sums[task.index].done();
           continue;
         }
@@ -279,6 +293,8 @@ class Call {
   std::vector<int64_t> places_;  // where the activations of block i % kept_ start
   int64_t width_ = 0;  // columns of a strip
   Sum sum_;
+  Latch y_made_;
+  bool given_up_ = false;  // no y: nothing is to be written
 };
 
 }  // namespace

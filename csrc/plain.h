@@ -7,6 +7,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -26,23 +27,28 @@ struct Exchange {
   void* stream;
 };
 
-// A call that is being prepared, and what it keeps alive.
-struct PlainCall {
+// A call that is being prepared: the tensors it reads, and the objects it keeps alive.
+struct PlainArguments {
+  PyObject* tensors[8];
+  int tensor_count = 0;
+  nb::object held[10];
+  int held_count = 0;
+};
+
+struct PlainCall : PlainArguments {
   Experts w;
   Forward f;
   const int32_t* ids = nullptr;
+  Described x;
+  PyObject* x_object = nullptr;
   nb::object y;
-  nb::object held[10];
-  int count = 0;
-  bool grad = false;  // gradients are on: a tensor that requires one is not plain
+  std::optional<nb::gil_scoped_release> unlocked;  // last: the objects above are released under the lock
 };
 
-// A router's call that is being prepared.
-struct PlainRoute {
+struct PlainRoute : PlainArguments {
   Router r;
   Scores s;
   nb::object outputs;  // (experts, weights, logits)
-  bool grad = false;
   int32_t* experts = nullptr;
   float* weights = nullptr;
 };
@@ -129,23 +135,25 @@ class Plain {
     if (table->major == 1) describe_ = table->describe;
   }
 
-  // moe_ffn(x, routing, weights), where `weights` has the attributes of an ExpertWeights. True when `call` is ready to run
-  // and y allocated; false for what is not plain: tensors of other types or elsewhere, a gradient, a transform or a trace,
-  // arguments that do not fit.
-  bool prepare(PyObject* x, PyObject* routing, PyObject* weights, PlainCall& call) {
-    const bool plain = describe_ && type_is(routing, routing_) && nothing_watches(call.grad) &&
-                       read_weights(weights, call) && read_routing(routing, call) && read_x(x, call);
-    if (PyErr_Occurred()) PyErr_Clear();  // Python meets the same fault again, and reports it
-    return plain;
+  // moe_ffn(x, routing, weights), where `weights` has the attributes of an ExpertWeights: reads what the kernels need.
+  // False for what is not plain: tensors of other types or elsewhere, arguments that do not fit.
+  bool read(PyObject* x, PyObject* routing, PyObject* weights, PlainCall& call) {
+    return cleared(describe_ && type_is(routing, routing_) && read_weights(weights, call) && read_routing(routing, call) &&
+                   read_x(x, call) && (likely_ || unwatched(call)));
+  }
+
+  // What `read` left for the time in which other threads begin: whether something watches or differentiates, and y. Then
+  // gives the lock away. False for what is not plain.
+  bool finish(PlainCall& call) {
+    likely_ = cleared(unwatched(call) && make_y(call));
+    if (likely_) call.unlocked.emplace();
+    return likely_;
   }
 
   // The same for a router: x (T, D), weight (E, D), bias and selection_bias (E,) or None.
   bool prepare(PyObject* x, PyObject* weight, PyObject* bias, PyObject* selection_bias, PyObject* config, PlainRoute& call) {
-    const bool plain = describe_ && nothing_watches(call.grad) && routers_.find(config, router_, call.r) &&
-                       read_scores(x, weight, bias, call) && read_selection_bias(selection_bias, call) &&
-                       make_outputs(x, call);
-    if (PyErr_Occurred()) PyErr_Clear();
-    return plain;
+    return cleared(describe_ && routers_.find(config, router_, call.r) && read_scores(x, weight, bias, call) &&
+                   read_selection_bias(selection_bias, call) && unwatched(call) && make_outputs(x, call));
   }
 
  private:
@@ -160,29 +168,46 @@ class Plain {
     return truth != 0;
   }
 
-  bool nothing_watches(bool& grad) {
+  // Python meets the same fault again, and reports it.
+  static bool cleared(bool plain) {
+    if (PyErr_Occurred()) PyErr_Clear();
+    return plain;
+  }
+
+  // No mode, trace, autocast or transform is on, no tensor negated or in need of a gradient.
+  bool unwatched(const PlainArguments& call) {
     if (says(dispatch_modes_) || says(is_tracing_) || says(is_autocast_enabled_, names_.cpu)) return false;
     const nb::object level = nb::steal(PyObject_GetAttr(forward_ad_, names_.current_level));
-    grad = says(is_grad_enabled_);
-    return level.is_valid() && PyLong_AsLong(level.ptr()) < 0;
+    if (!level.is_valid() || PyLong_AsLong(level.ptr()) >= 0) return false;
+    const bool grad = says(is_grad_enabled_);
+    for (int i = 0; i < call.tensor_count; ++i) {
+      PyObject* o = call.tensors[i];
+      if (says(is_neg_, o) || (grad && !nb::steal(PyObject_GetAttr(o, names_.requires_grad)).is(Py_False))) return false;
+    }
+    return true;
   }
 
   // An attribute, kept alive as long as the call; nullptr when there is none.
-  static PyObject* field(PyObject* o, PyObject* name, PlainCall& call) {
-    nb::object& slot = call.held[call.count++];
+  static PyObject* field(PyObject* o, PyObject* name, PlainArguments& call) {
+    nb::object& slot = call.held[call.held_count++];
     slot = nb::steal(PyObject_GetAttr(o, name));
     return slot.ptr();
   }
 
-  // A tensor as it lies in memory; false when there is none to read, or it wants a gradient. (describe_ refuses those that
-  // torch.func's transforms wrap, which have no memory.)
-  template <class Call>
-  bool tensor(PyObject* o, int ndim, const Call& call, Described& d) {
+  // A tensor as it lies in memory; false when there is none to read. (describe_ refuses those that torch.func's transforms
+  // wrap, which have no memory.)
+  bool tensor(PyObject* o, int ndim, Described& d) const {
     if (!o || !(type_is(o, tensor_) || type_is(o, parameter_)) || describe_(o, &d) != 0) return false;
-    if (d.device.device_type != nb::device::cpu::value || d.dtype.lanes != 1 || (ndim && d.ndim != ndim) || says(is_neg_, o)) return false;
+    if (d.device.device_type != nb::device::cpu::value || d.dtype.lanes != 1 || (ndim && d.ndim != ndim)) return false;
     if (!d.data) return false;  // symbolic zeros
     d.data = static_cast<char*>(d.data) + d.byte_offset;
-    return !call.grad || nb::steal(PyObject_GetAttr(o, names_.requires_grad)).is(Py_False);
+    return true;
+  }
+
+  // The same of an argument, which `unwatched` will look at.
+  bool argument(PyObject* o, int ndim, PlainArguments& call, Described& d) const {
+    call.tensors[call.tensor_count++] = o;
+    return tensor(o, ndim, d);
   }
 
   static bool holds(const Described& d, nb::dlpack::dtype_code code, int bits) {
@@ -223,8 +248,8 @@ class Plain {
     PyObject *activation = field(weights, names_.activation, call), *layout = field(weights, names_.layout, call);
     Described in, out;
     if (!activation || !layout || !activations_.find(activation, activation_, w.act)) return false;
-    if (!tensor(field(weights, names_.w_in, call), 3, call, in)) return false;
-    if (!tensor(field(weights, names_.w_out, call), 3, call, out)) return false;
+    if (!argument(field(weights, names_.w_in, call), 3, call, in)) return false;
+    if (!argument(field(weights, names_.w_out, call), 3, call, out)) return false;
     w.interleaved = layout == interleaved_ && w.act.gated;
     w.E = in.shape[0];
     w.D = in.shape[2];
@@ -237,7 +262,7 @@ class Plain {
   bool read_bias(PyObject* weights, PyObject* name, int64_t width, Array& to, PlainCall& call) {
     PyObject* bias = field(weights, name, call);
     Described d;
-    return bias == Py_None || (tensor(bias, 2, call, d) && shape_is(d, {call.w.E, width}) && array_of(d, to));
+    return bias == Py_None || (argument(bias, 2, call, d) && shape_is(d, {call.w.E, width}) && array_of(d, to));
   }
 
   bool read_routing(PyObject* routing, PlainCall& call) {
@@ -246,8 +271,8 @@ class Plain {
     if (!apply_to || !PyUnicode_Check(apply_to)) return false;
     call.f.apply_to_input = PyUnicode_CompareWithASCIIString(apply_to, "input") == 0;
     Described ids, scales;
-    if (!tensor(field(routing, names_.experts, call), 2, call, ids)) return false;
-    if (!tensor(field(routing, names_.weights, call), 2, call, scales)) return false;
+    if (!argument(field(routing, names_.experts, call), 2, call, ids)) return false;
+    if (!argument(field(routing, names_.weights, call), 2, call, scales)) return false;
     if (!is_int(ids) || !is_float(scales)) return false;
     if (!contiguous(ids) || !contiguous(scales) || !shape_is(scales, {ids.shape[0], ids.shape[1]})) return false;
     call.f.T = ids.shape[0];
@@ -258,10 +283,11 @@ class Plain {
   }
 
   bool read_x(PyObject* x, PlainCall& call) {
-    Described in, out;
+    Described& in = call.x;
     const Experts& w = call.w;
     Array& a = call.f.x;
-    if (!tensor(x, 0, call, in) || in.ndim < 1 || in.shape[in.ndim - 1] != w.D) return false;
+    call.x_object = x;
+    if (!argument(x, 0, call, in) || in.ndim < 1 || in.shape[in.ndim - 1] != w.D) return false;
     if (!contiguous(in) || !dtype_of(in, a.dtype)) return false;
     if (a.dtype != DType::f32 && a.dtype != w.w_in.dtype) return false;  // what is narrower than the weights is widened
     int64_t tokens = 1;
@@ -270,8 +296,14 @@ class Plain {
     a.data = in.data;
     a.s0 = w.D;
     a.s1 = 1;
-    call.y = nb::steal(PyObject_CallOneArg(empty_like_, x));
-    if (!call.y.is_valid() || !tensor(call.y.ptr(), in.ndim, call, out) || !contiguous(out)) return false;
+    return true;
+  }
+
+  bool make_y(PlainCall& call) {
+    Described out;
+    const Described& in = call.x;
+    call.y = nb::steal(PyObject_CallOneArg(empty_like_, call.x_object));
+    if (!call.y.is_valid() || !tensor(call.y.ptr(), in.ndim, out) || !contiguous(out)) return false;
     if (out.dtype != in.dtype || !std::equal(in.shape, in.shape + in.ndim, out.shape)) return false;
     call.f.y = out.data;
     return true;
@@ -280,13 +312,13 @@ class Plain {
   bool read_scores(PyObject* x, PyObject* weight, PyObject* bias, PlainRoute& call) {
     Scores& s = call.s;
     Described in, w, b;
-    if (!tensor(x, 2, call, in) || !contiguous(in) || !array_of(in, s.x) || in.shape[0] > kMostTokens) return false;
+    if (!argument(x, 2, call, in) || !contiguous(in) || !array_of(in, s.x) || in.shape[0] > kMostTokens) return false;
     s.T = in.shape[0];
     s.D = in.shape[1];
     s.C = call.r.E;
-    if (!tensor(weight, 2, call, w) || !shape_is(w, {s.C, s.D}) || !array_of(w, s.w) || (s.w.s1 != 1 && s.D > 1)) return false;
+    if (!argument(weight, 2, call, w) || !shape_is(w, {s.C, s.D}) || !array_of(w, s.w) || (s.w.s1 != 1 && s.D > 1)) return false;
     if (bias == Py_None) return true;
-    if (!tensor(bias, 1, call, b) || !shape_is(b, {s.C}) || !dtype_of(b, s.b.dtype)) return false;
+    if (!argument(bias, 1, call, b) || !shape_is(b, {s.C}) || !dtype_of(b, s.b.dtype)) return false;
     s.b.data = b.data;
     s.b.s1 = b.strides[0];
     return true;
@@ -295,7 +327,7 @@ class Plain {
   bool read_selection_bias(PyObject* bias, PlainRoute& call) {
     Described d;
     if (bias == Py_None) return true;
-    if (!tensor(bias, 1, call, d) || !shape_is(d, {call.r.E}) || !contiguous(d) || !is_float(d)) return false;
+    if (!argument(bias, 1, call, d) || !shape_is(d, {call.r.E}) || !contiguous(d) || !is_float(d)) return false;
     call.r.selection_bias = static_cast<const float*>(d.data);
     return true;
   }
@@ -307,7 +339,7 @@ class Plain {
     if (!call.outputs.is_valid() || !PyTuple_Check(call.outputs.ptr()) || PyTuple_GET_SIZE(call.outputs.ptr()) != 3) return false;
     Described d[3];
     for (int i = 0; i < 3; ++i)
-      if (!tensor(PyTuple_GET_ITEM(call.outputs.ptr(), i), 2, call, d[i]) || !contiguous(d[i])) return false;
+      if (!tensor(PyTuple_GET_ITEM(call.outputs.ptr(), i), 2, d[i]) || !contiguous(d[i])) return false;
     if (!shape_is(d[0], {T, K}) || !shape_is(d[1], {T, K}) || !shape_is(d[2], {T, call.r.E})) return false;
     if (!is_int(d[0]) || !is_float(d[1]) || !is_float(d[2])) return false;
     call.experts = static_cast<int32_t*>(d[0].data);
@@ -322,6 +354,7 @@ class Plain {
   PyObject *dispatch_modes_, *is_tracing_, *is_neg_, *forward_ad_, *activation_, *router_,
       *route_outputs_, *interleaved_;
   int (*describe_)(void*, Described*) = nullptr;
+  bool likely_ = true;  // the latest call was plain: so is the next, most likely, and kernels may begin before that is known
   struct Names {
     PyObject* of(const char* text) { return PyUnicode_InternFromString(text); }
     PyObject *activation = of("activation"), *layout = of("layout"), *w_in = of("w_in"), *w_out = of("w_out"),

@@ -88,6 +88,9 @@ struct Forward {
   const float* weights = nullptr;   // (T, K) contiguous, nullptr: all ones
   bool apply_to_input = false;      // weights scale what enters the expert
   void* y = nullptr;                // (T, D) contiguous, dtype of x, overwritten
+  // In place of y: called once, by the caller's thread, while others begin. Sets y; false: the call is given up.
+  bool (*make_y)(void* maker, void** y) = nullptr;
+  void* maker = nullptr;
   void* h = nullptr;                // (T * K, 2F | F) contiguous, dtype of x, in row order; nullptr: not wanted
   const Experts* shared = nullptr;  // a dense FFN (E = 1) over every token, added to the sum; nullptr: none
   const float* shared_gate = nullptr;  // (T,), nullptr: ones

@@ -64,6 +64,8 @@ class Claims {
     int64_t i = next_.fetch_add(1, std::memory_order_relaxed);
     return i < total_ ? i : -1;
   }
+  // No more are handed out.
+  void stop() { next_.store(total_, std::memory_order_relaxed); }
 
  private:
   int64_t total_;
