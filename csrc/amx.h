@@ -19,7 +19,8 @@ static void fetch_biases(const Part& p, const Block& block, int64_t f, int64_t n
   if (w.act.gated) fetch_bias(w.b_in, block.expert, f * w.gate_step() + w.up_shift(), w.gate_step(), n, to + 32);
 }
 
-// finish_up for sums (n, tokens) of 4 or 8 tokens: a vector holds several units.
+// finish_up for sums (n, tokens) of 4 or 8 tokens: a vector holds several units. What is stored for a unit past an odd F
+// meets zeros of the weights.
 static void finish_few(const Part& p, const Block& block, int64_t tokens, int64_t f, int64_t n, float* gate, float* up,
                        const float* bias_g, const float* bias_u, float* act) {
   const Experts& w = *p.w;
@@ -36,7 +37,6 @@ static void finish_few(const Part& p, const Block& block, int64_t tokens, int64_
       const int64_t at = i + j * W, left = n * tokens - at;
       const vf u = w.act.gated && left > 0 ? load_upto(up + at, left) : splat(0.0f);
       v[j] = (__m512)(left > 0 ? hidden(w.act, load_upto(gate + at, left), u) : splat(0.0f));
-      if (left < W) v[j] = _mm512_maskz_mov_ps(left > 0 ? (1 << left) - 1 : 0, v[j]);
     }
     vf units[2];  // even and odd ones
     if (tokens == 4) {

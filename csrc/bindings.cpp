@@ -120,10 +120,10 @@ void run_moe(const Experts& w, Address x, int dtype, int64_t T, int64_t s0, int6
 
 Plain* plain = nullptr;  // never freed: objects must not be released after the interpreter
 
-// moe_ffn(x, routing, weights), or None when the call is not plain.
-nb::object plain_moe(nb::handle x, nb::handle routing, nb::handle weights) {
+// moe_ffn(x, routing, weights, backend=backend), or None when the call is not plain.
+nb::object plain_moe(nb::handle x, nb::handle routing, nb::handle weights, nb::handle backend) {
   PlainCall call;
-  if (!plain || !plain->read(x.ptr(), routing.ptr(), weights.ptr(), call)) return nb::none();
+  if (!plain || !plain->read(x.ptr(), routing.ptr(), weights.ptr(), backend.ptr(), call)) return nb::none();
   call.f.maker = &call;
   call.f.make_y = [](void* maker, void** y) {
     PlainCall& call = *static_cast<PlainCall*>(maker);

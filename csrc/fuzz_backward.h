@@ -88,10 +88,11 @@ void fuzz_backward(Isa isa) {
         double da = 0;
         for (int64_t d = 0; d < D; ++d) da += dy.at(t, d) * layer.w_out.at(e, d, f);
         const int64_t g = f * w.gate_step(), u = g + w.up_shift();
-        const double gate = h.at(r, g), up = w.act.gated ? h.at(r, u) : 0, step = 1e-6;
+        const double gate = h.at(r, g), up = w.act.gated ? h.at(r, u) : 0, step = 1e-9;
         const double value = a[static_cast<size_t>(f)] = hidden_of(w.act, gate, up);
         dot += da * value;
-        // One-sided, from within the clamps: values of 16 bits often lie on a bound, which passes the gradient.
+        // One-sided, from within the clamps: values of 16 bits often lie on a bound, which passes the gradient. No float
+        // is nearer to a bound than such a step, unless it lies on it.
         dh[static_cast<size_t>(g)] = scale * da * (value - hidden_of(w.act, gate - step, up)) / step;
         const double inward = up > 0 ? -step : step;
         if (w.act.gated)

@@ -128,6 +128,7 @@ class Plain {
     forward_ad_ = get("forward_ad");
     activation_ = get("activation");
     router_ = get("router");
+    latest_ = get("latest");
     route_outputs_ = get("route_outputs");
     interleaved_ = get("interleaved");
     const auto* table = static_cast<const Exchange*>(PyCapsule_GetPointer(get("exchange"), "dlpack_exchange_api"));
@@ -135,17 +136,17 @@ class Plain {
     if (table->major == 1) describe_ = table->describe;
   }
 
-  // moe_ffn(x, routing, weights), where `weights` has the attributes of an ExpertWeights: reads what the kernels need.
-  // False for what is not plain: tensors of other types or elsewhere, arguments that do not fit.
-  bool read(PyObject* x, PyObject* routing, PyObject* weights, PlainCall& call) {
-    return cleared(describe_ && type_is(routing, routing_) && read_weights(weights, call) && read_routing(routing, call) &&
-                   read_x(x, call) && (likely_ || unwatched(call)));
+  // moe_ffn(x, routing, weights, backend=backend), where `weights` has the attributes of an ExpertWeights: reads what the
+  // kernels need. False for what is not plain: tensors of other types or elsewhere, arguments that do not fit.
+  bool read(PyObject* x, PyObject* routing, PyObject* weights, PyObject* backend, PlainCall& call) {
+    return cleared(describe_ && means_native(backend) && type_is(routing, routing_) && read_weights(weights, call) &&
+                   read_routing(routing, call) && read_x(x, call) && (likely_ || unwatched(call)));
   }
 
-  // What `read` left for the time in which other threads begin: whether something watches or differentiates, and y. Then
-  // gives the lock away. False for what is not plain.
+  // What `read` left for the time in which other threads begin: whether something watches or differentiates, and y. Notes
+  // down the backend, and gives the lock away. False for what is not plain.
   bool finish(PlainCall& call) {
-    likely_ = cleared(unwatched(call) && make_y(call));
+    likely_ = cleared(unwatched(call) && make_y(call) && PyDict_SetItem(latest_, names_.backend, names_.native) == 0);
     if (likely_) call.unlocked.emplace();
     return likely_;
   }
@@ -158,6 +159,12 @@ class Plain {
 
  private:
   static bool type_is(PyObject* o, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(o)) == type; }
+
+  bool means_native(PyObject* backend) const {
+    return backend == names_.any_backend || backend == names_.native ||
+           (PyUnicode_Check(backend) && (PyUnicode_CompareWithASCIIString(backend, "auto") == 0 ||
+                                         PyUnicode_CompareWithASCIIString(backend, "native") == 0));
+  }
 
   // Whether a function of no arguments, or of one, gives a true value; a fault counts as true.
   static bool says(PyObject* function, PyObject* argument = nullptr) {
@@ -176,7 +183,7 @@ class Plain {
 
   // No mode, trace, autocast or transform is on, no tensor negated or in need of a gradient.
   bool unwatched(const PlainArguments& call) {
-    if (says(dispatch_modes_) || says(is_tracing_) || says(is_autocast_enabled_, names_.cpu)) return false;
+    if (says(dispatch_modes_) || says(is_tracing_) || says(is_autocast_enabled_)) return false;
     const nb::object level = nb::steal(PyObject_GetAttr(forward_ad_, names_.current_level));
     if (!level.is_valid() || PyLong_AsLong(level.ptr()) >= 0) return false;
     const bool grad = says(is_grad_enabled_);
@@ -351,7 +358,7 @@ class Plain {
   static constexpr int64_t kMostTokens = 64;  // more are for a matrix product
   nb::dict torch_;  // keeps alive what the pointers point to
   PyObject *tensor_, *parameter_, *routing_, *empty_like_, *is_grad_enabled_, *is_autocast_enabled_;
-  PyObject *dispatch_modes_, *is_tracing_, *is_neg_, *forward_ad_, *activation_, *router_,
+  PyObject *dispatch_modes_, *is_tracing_, *is_neg_, *forward_ad_, *activation_, *router_, *latest_,
       *route_outputs_, *interleaved_;
   int (*describe_)(void*, Described*) = nullptr;
   bool likely_ = true;  // the latest call was plain: so is the next, most likely, and kernels may begin before that is known
@@ -360,7 +367,8 @@ class Plain {
     PyObject *activation = of("activation"), *layout = of("layout"), *w_in = of("w_in"), *w_out = of("w_out"),
              *b_in = of("b_in"), *b_out = of("b_out"), *identity_weights = of("identity_weights"),
              *apply_to = of("apply_to"), *experts = of("experts"), *weights = of("weights"),
-             *requires_grad = of("requires_grad"), *current_level = of("_current_level"), *cpu = of("cpu");
+             *requires_grad = of("requires_grad"), *current_level = of("_current_level"),
+             *backend = of("backend"), *native = of("native"), *any_backend = of("auto");
   } names_;
   Known<Activation, activation_of> activations_;
   Known<Router, router_of> routers_;

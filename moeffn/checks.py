@@ -73,6 +73,8 @@ def instance(name: str, value: object, cls: type | tuple[type, ...]) -> None:
 
 
 def layout(name: str, value: object, cls: Any) -> Any:
+    if isinstance(value, cls):
+        return value
     try:
         return cls(value)
     except ValueError:

@@ -49,7 +49,7 @@ def dense_ffn(x: Tensor, w_in: Parts, w_out: Tensor, *, b_in: Parts | None = Non
     else:
         out_dtype, dtype = x.dtype, torch.promote_types(x.dtype, w_out.dtype)
     params = [p.to(dtype) for p in params]
-    spec = (activation, layout, len(weights), bool(biases), b_out is not None)
+    spec = (activation, layout, len(weights), len(biases) > 0, b_out is not None)
     y = _DenseFFN.apply(x.reshape(-1, D).to(dtype), spec, *params)
     return y.to(out_dtype).reshape(*x.shape[:-1], w_out.shape[0])
 

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from . import backends, checks, reference
 from .accounting import flop_formulas
 from .backends import Grads, Needs
+from .backends.base import LATEST
 from .backends.native import plain_moe
 from .config import Activation, Layout
 from .dense import dense_ffn
@@ -23,12 +25,9 @@ from .types import ExpertWeights, Plan, Routing
 
 __all__ = ["dense_ffn", "expert_ffn", "last_backend", "moe_ffn"]
 
-_last_backend = "none"
-
-
 def last_backend() -> str:
     """Name of the backend that ran the latest forward or backward in this process; "none" before the first."""
-    return _last_backend
+    return LATEST["backend"]
 
 
 def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str = "auto",
@@ -43,8 +42,8 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     Raises ValueError/TypeError for shapes, dtypes or devices that do not fit, or a backend that cannot run.
     Reference: `moeffn.reference.moe_ffn`.
     """
-    if grad_buffers is None and type(weights) is ExpertWeights:
-        y = plain(x, routing, weights, backend)
+    if grad_buffers is None and type(weights) is ExpertWeights and not is_dynamo_compiling():
+        y = plain_moe(x, routing, weights, backend)
         if y is not None:
             return y
     checks.tensor("x", x)
@@ -68,17 +67,6 @@ def moe_ffn(x: Tensor, routing: Routing, weights: ExpertWeights, *, backend: str
     return y.to(out_dtype).reshape(x.shape)
 
 
-def plain(x: Tensor, routing: Routing, weights: Any, backend: str) -> Tensor | None:
-    """`moe_ffn` where it is plain inference of backend "native"; None elsewhere. `weights`: as for `plain_moe`."""
-    if torch.compiler.is_compiling():
-        return None
-    y = plain_moe(x, routing, weights, backend)
-    if y is not None:
-        global _last_backend
-        _last_backend = "native"
-    return y
-
-
 def moe_with_shared(x: Tensor, routing: Routing, weights: ExpertWeights, shared: ExpertWeights, gate: Tensor | None, *,
                     backend: str = "auto") -> Tensor | None:
     """Routed experts plus a shared one (E = 1; `gate` (T,) scales it), x (T, D) -> (T, D), in one call of the backend.
@@ -95,8 +83,7 @@ def moe_with_shared(x: Tensor, routing: Routing, weights: ExpertWeights, shared:
     impl = backends.get(name)
     if not hasattr(impl, "moe"):
         return None
-    global _last_backend
-    _last_backend = name
+    LATEST["backend"] = name
     return impl.moe(x, routing.experts, routing.weights, weights, apply_to=routing.apply_to, shared=shared,
                     shared_gate=gate)
 
@@ -144,8 +131,7 @@ def expert_ffn(rows: Tensor, offsets: Tensor, weights: ExpertWeights, *, row_wei
 def _reference(function: Callable[..., Tensor], grad_buffers: Grads | None, *args: Any, **kwargs: Any) -> Tensor:
     if grad_buffers is not None:
         raise checks.bad("grad_buffers", "None with backend 'reference'", "Grads")
-    global _last_backend
-    _last_backend = "reference"
+    LATEST["backend"] = "reference"
     return function(*args, **kwargs)
 
 
@@ -178,9 +164,8 @@ def _compute_dtype(x: Tensor, weights: ExpertWeights) -> tuple[torch.dtype, Tens
 
 def _run(x: Tensor, routing: Routing, ew: ExpertWeights, backend: str, buffers: Grads | None) -> Tensor:
     if backends.plain_inference(x, routing.weights, *(t for _, t in ew.named_tensors())):
-        global _last_backend
         impl = backends.get(backend)
-        _last_backend = backend
+        LATEST["backend"] = backend
         with torch._C._AutoDispatchBelowAutograd():  # what inference_mode saves per operator, for ordinary tensors
             if hasattr(impl, "moe"):
                 return impl.moe(x, routing.experts, routing.weights, ew, apply_to=routing.apply_to)
@@ -229,8 +214,7 @@ def _forward_op(x: Tensor, weights: Tensor, offsets: Tensor, slot_of_row: Tensor
                 g_w_out: Tensor | None, g_b_in: Tensor | None, g_b_out: Tensor | None, spec: str, backend: str,
                 save: bool) -> tuple[Tensor, Tensor]:
     """-> y (T, D), h (N, 2F | F) or empty. The g_* buffers are untouched here: they are what backward adds to."""
-    global _last_backend
-    _last_backend = backend
+    LATEST["backend"] = backend
     act, layout, apply_to = _decode(spec)
     ew = ExpertWeights(w_in, w_out, b_in, b_out, act, layout)
     plan = Plan(offsets.diff(), offsets, slot_of_row, row_of_slot)
@@ -253,8 +237,7 @@ def _backward_op(dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, offse
                  spec: str, backend: str, needs: list[bool]
                  ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weights, w_in, w_out, b_in, b_out; empty where not needed or added to a buffer."""
-    global _last_backend
-    _last_backend = backend
+    LATEST["backend"] = backend
     act, layout, apply_to = _decode(spec)
     ew = ExpertWeights(w_in, w_out, b_in, b_out, act, layout)
     plan = Plan(offsets.diff(), offsets, slot_of_row, row_of_slot)

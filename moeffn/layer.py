@@ -7,14 +7,15 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
 from . import backends, checks
-from .backends.native import plain_route
+from .backends.native import plain_moe, plain_route
 from .balance import attach_loss, load_balance_loss, load_stats, z_loss
 from .config import SWIGLU, Activation, Layout, MoEConfig, RouterConfig
 from .dense import dense_ffn
-from .functional import moe_ffn, moe_with_shared, plain
+from .functional import moe_ffn, moe_with_shared
 from .routing import apply_capacity, route
 from .types import ExpertWeights, LoadStats, Routing, routing_as_is
 
@@ -59,7 +60,7 @@ class Router(nn.Module):
 
         With backend "native", few tokens and no gradient, logits and choice are one C++ call."""
         if (self.backend == "native" and token_mask is None and expert_ids is None
-                and not torch.compiler.is_compiling()):
+                and not is_dynamo_compiling()):
             found = plain_route(x, self.weight, self.bias, self.selection_bias, self.config)
             if found is not None:
                 return routing_as_is(*found, self.config.apply_to)
@@ -122,8 +123,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing, *, backend: str = "auto") -> Tensor:
         """x (…, D) with T tokens, a routing of T tokens -> (…, D)."""
-        y = plain(x, routing, self, backend)  # without the checks of an ExpertWeights
-        return moe_ffn(x, routing, self.weights, backend=backend) if y is None else y
+        if not is_dynamo_compiling():
+            y = plain_moe(x, routing, self, backend)  # without the checks of an ExpertWeights
+            if y is not None:
+                return y
+        return moe_ffn(x, routing, self.weights, backend=backend)
 
     def extra_repr(self) -> str:
         E, D, F = self.w_out.shape

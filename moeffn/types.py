@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import checks
 from .config import SWIGLU, Activation, Layout
@@ -69,6 +70,8 @@ class Routing:
 
 def routing_as_is(experts: Tensor, weights: Tensor, logits: Tensor | None, apply_to: str) -> Routing:
     """A Routing of tensors that fit for sure: without the checks, which cost 0.05 ms where the caches are cold."""
+    if is_dynamo_compiling():  # which knows no other way to make one
+        return Routing(experts, weights, logits, apply_to)  # type: ignore[arg-type]
     routing = object.__new__(Routing)
     routing.__dict__.update(experts=experts, weights=weights, logits=logits, apply_to=apply_to, identity_weights=None,
                             shared_weights=None)

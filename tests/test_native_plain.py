@@ -69,6 +69,23 @@ def test_every_kind_is_the_same_to_the_bit(monkeypatch, taken, name, dtypes):
                 assert torch.equal(y, in_python(monkeypatch, x, r, ew))
 
 
+@pytest.mark.parametrize("K", [1, 2])
+def test_kernels_that_began_too_early_give_up(monkeypatch, taken, K):
+    """Calls large enough for several threads, which begin before an autocast or a gradient is known of."""
+    shapes = (8, 512, 256), (8, 256, 256)
+    ew = ExpertWeights(*(torch.randn(s) / 16 for s in shapes))
+    x, r = torch.randn(24, 256), Routing(torch.randint(8, (24, K), dtype=torch.int32), torch.rand(24, K))
+    expected = in_python(monkeypatch, x, r, ew)
+    for _ in range(20):
+        assert torch.equal(moeffn.moe_ffn(x, r, ew), expected)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert moeffn.moe_ffn(x, r, ew).dtype == torch.bfloat16
+        assert torch.equal(moeffn.moe_ffn(x, r, ew), expected)
+        y = moeffn.moe_ffn(x.clone().requires_grad_(), r, ew)
+        assert y.requires_grad and torch.equal(y, expected)
+    assert taken == [True, False, True, False] * 20
+
+
 def test_shapes_strides_and_parameters(monkeypatch, taken):
     turned = [torch.randn(E, D, 2 * F).transpose(1, 2), torch.randn(E, F, D).transpose(1, 2)]
     wide = [torch.randn(E, 4 * F, 2 * D)[:, ::2, ::2], torch.randn(E, D, 3 * F)[:, :, F : 2 * F]]

@@ -65,6 +65,8 @@ class Backend(Protocol):
         """Gradients of `forward` from what it saved. x is None when neither w_in's gradient nor apply_to="input" asks
         for it. Experts without rows get gradients of exactly zero."""
 
+LATEST = {"backend": "none"}  # name of the backend that ran the latest forward or backward in this process
+
 
 def differentiated(*tensors: Tensor) -> bool:
     """Whether one of them requires a gradient, at any level of torch.func's transforms: a batched tensor does not tell.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from .. import checks
 from ..config import ACTIVATION_KINDS, NORM_FLOOR, STAND_IN, Activation, Layout, RouterConfig
 from ..types import ExpertWeights, Plan, Routing
 from . import native_backward
-from .base import Grads, Needs
+from .base import LATEST, Grads, Needs
 from .memory import buffer
 
 _native: ModuleType | None
@@ -50,25 +51,26 @@ def _bind() -> None:
         "Tensor": Tensor, "Parameter": torch.nn.Parameter, "Routing": Routing,
         "exchange": Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
         "empty_like": torch.empty_like, "is_grad_enabled": torch.is_grad_enabled, "is_neg": Tensor.is_neg,
-        "is_autocast_enabled": torch.is_autocast_enabled, "is_tracing": torch._C._is_tracing,
+        "is_autocast_enabled": torch._C._is_any_autocast_enabled, "is_tracing": torch._C._is_tracing,
         "dispatch_modes": torch._C._len_torch_dispatch_stack, "forward_ad": forward_ad, "activation": _activation,
         "interleaved": Layout.INTERLEAVED, "router": _router, "route_outputs": _route_outputs,
+        "latest": LATEST,
     })
 
 
-def plain_moe(x: Tensor, routing: Routing, weights: Any, backend: str) -> Tensor | None:
-    """`moe_ffn` in one C++ call where this backend is meant, nothing watches or differentiates and all arguments fit;
-    None elsewhere. `weights`: an ExpertWeights, or anything with its attributes. Not for code that dynamo traces."""
-    if _native is None or (backend != "auto" and backend != "native"):
-        return None
-    return _native.plain_moe(x, routing, weights)
+def _never_plain(*arguments: Any) -> Any:
+    """In place of the functions below where the module is not built."""
+    return None
 
 
-def plain_route(x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, config: RouterConfig
-                ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A router of few tokens in one C++ call under the same conditions: x (T, D), weight (E, D), bias and
-    selection_bias (E,) -> experts (T, K) int32, weights (T, K) and logits (T, E) float32."""
-    return None if _native is None else _native.plain_route(x, weight, bias, selection_bias, config)
+# plain_moe(x, routing, weights, backend): `moe_ffn` in one C++ call where this backend is meant, nothing watches or
+# differentiates and all arguments fit; None elsewhere. `weights`: an ExpertWeights, or anything with its attributes.
+# plain_route(x, weight, bias, selection_bias, config): a router of few tokens under the same conditions: x (T, D),
+# weight (E, D), bias and selection_bias (E,) or None -> experts (T, K) int32, weights (T, K) and logits (T, E) float32.
+# Neither is for code that dynamo traces.
+plain_moe: Callable[..., Tensor | None] = _never_plain if _native is None else _native.plain_moe
+plain_route: Callable[..., tuple[Tensor, Tensor, Tensor] | None]
+plain_route = _never_plain if _native is None else _native.plain_route
 
 
 def module() -> ModuleType:

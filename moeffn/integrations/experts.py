@@ -8,6 +8,7 @@ and ids from num_experts on ("sentinels" of expert parallelism) contribute nothi
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,6 @@ def is_decorated(module: nn.Module) -> bool:
     return hasattr(forward, "__wrapped__") and home == "transformers.integrations.moe"
 
 
-@torch.compiler.assume_constant_result
 def read_spec(experts: Any) -> ExpertsSpec:
     """The spec of a module with the experts contract. ValueError naming the module's class where its gate computes
     nothing that `Activation` expresses, where its gate and its layout flag disagree, or where weights are quantised."""
@@ -77,11 +77,17 @@ def read_spec(experts: Any) -> ExpertsSpec:
     )
 
 
+@torch.compiler.assume_constant_result
+def _read_spec_at(address: int) -> ExpertsSpec:
+    """`read_spec` for code that dynamo traces: to torch 2.11 a module is no constant, its id is."""
+    return read_spec(ctypes.cast(address, ctypes.py_object).value)
+
+
 def spec_of(experts: Any) -> ExpertsSpec:
     """`read_spec`, remembered on the module until its activation, gate or limits are exchanged."""
     spec = experts.__dict__.get("_moeffn_spec")
     if spec is None or gates.exchanged(experts, spec.held):
-        spec = read_spec(experts)
+        spec = _read_spec_at(id(experts))
         experts.__dict__["_moeffn_spec"] = spec
     return spec
 
