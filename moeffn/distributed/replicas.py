@@ -134,7 +134,7 @@ class Replicator:
         present = [t for t in tensors if t is not None]
         device, dtype = present[0].device, present[0].dtype
         for t in present:
-            if t.requires_grad and not t.is_leaf:  # of a DTensor: torch 2.11 gathers gradients of other strides than its own
+            if t.requires_grad and not t.is_leaf:  # torch 2.11 gathers a DTensor's gradient of other strides
                 t.register_hook(lambda g: g.clone(memory_format=torch.contiguous_format))
         flat = torch.cat([t.reshape(t.shape[0], t.shape[1:].numel()) for t in present], 1)
         if self._hop is None:  # the first call also puts the tables on the device, once
