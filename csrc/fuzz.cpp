@@ -3,6 +3,7 @@
 //
 //     moeffn_fuzz [problems = 2000] [seed = 1]
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "cpu.h"
@@ -217,15 +219,16 @@ void one_layer(Isa isa) {
   std::memset(y.memory.get(), 0xff, static_cast<size_t>(T * D * element));
   struct Late {
     void* y;
-    bool give_up;
+    bool give_up, slow;
     int asked;
-  } late{y.memory.get(), chance(0.3), 0};
+  } late{y.memory.get(), chance(0.3), chance(0.3), 0};
   const bool is_late = chance(0.3);
   if (is_late) {
     call.maker = &late;
     call.make_y = [](void* maker, void** y) {
       Late& l = *static_cast<Late*>(maker);
       ++l.asked;
+      if (l.slow) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // others do all that needs no y
       *y = l.y;
       return !l.give_up;
     };
