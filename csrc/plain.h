@@ -146,9 +146,10 @@ class Plain {
   // What `read` left for the time in which other threads begin: whether something watches or differentiates, and y. Notes
   // down the backend, and gives the lock away. False for what is not plain.
   bool finish(PlainCall& call) {
-    likely_ = cleared(unwatched(call) && make_y(call) && PyDict_SetItem(latest_, names_.backend, names_.native) == 0);
-    if (likely_) call.unlocked.emplace();
-    return likely_;
+    const bool plain = cleared(unwatched(call) && make_y(call) && PyDict_SetItem(latest_, names_.backend, names_.native) == 0);
+    likely_ = plain;
+    if (plain) call.unlocked.emplace();  // from here on likely_ is other threads'
+    return plain;
   }
 
   // The same for a router: x (T, D), weight (E, D), bias and selection_bias (E,) or None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -310,6 +311,28 @@ def test_many_threads_at_once():
     for t in threads:
         t.join()
     assert not wrong
+
+
+def test_a_plain_call_beside_others_that_are_not():
+    x, r, ew = torch.randn(T, D), routing(), weights()
+    expected, found, ended = moeffn.moe_ffn(x, r, ew), [], threading.Event()
+
+    def not_plain():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            while not ended.is_set():
+                found.append(plain_moe(x, r, ew, "native") is None)
+
+    threads = [threading.Thread(target=not_plain) for _ in range(2)]
+    for t in threads:
+        t.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    same = all(torch.equal(plain_moe(x, r, ew, "native").nan_to_num(0.5), expected) for _ in range(1000))
+    sys.setswitchinterval(interval)
+    ended.set()
+    for t in threads:
+        t.join()
+    assert same and found and all(found)
 
 
 def test_many_activations(monkeypatch):
