@@ -146,7 +146,8 @@ class Plain {
   // What `read` left for the time in which other threads begin: whether something watches or differentiates, and y. Notes
   // down the backend, and gives the lock away. False for what is not plain.
   bool finish(PlainCall& call) {
-    const bool plain = cleared(unwatched(call) && make_y(call) && PyDict_SetItem(latest_, names_.backend, names_.native) == 0);
+    const bool plain = cleared(unwatched(call) && make_y(call) &&
+                               PyDict_SetItem(latest_, names_.backend, names_.native) == 0);
     likely_ = plain;
     if (plain) call.unlocked.emplace();  // from here on likely_ is other threads'
     return plain;
@@ -184,7 +185,7 @@ class Plain {
 
   // No mode, trace, autocast or transform is on, no tensor negated or in need of a gradient.
   bool unwatched(const PlainArguments& call) {
-    if (says(dispatch_modes_) || says(is_tracing_) || says(is_autocast_enabled_)) return false;
+    if (says(dispatch_modes_) || says(is_tracing_) || says(is_autocast_enabled_, names_.cpu)) return false;
     const nb::object level = nb::steal(PyObject_GetAttr(forward_ad_, names_.current_level));
     if (!level.is_valid() || PyLong_AsLong(level.ptr()) >= 0) return false;
     const bool grad = says(is_grad_enabled_);
@@ -369,7 +370,7 @@ class Plain {
              *b_in = of("b_in"), *b_out = of("b_out"), *identity_weights = of("identity_weights"),
              *apply_to = of("apply_to"), *experts = of("experts"), *weights = of("weights"),
              *requires_grad = of("requires_grad"), *current_level = of("_current_level"),
-             *backend = of("backend"), *native = of("native"), *any_backend = of("auto");
+             *cpu = of("cpu"), *backend = of("backend"), *native = of("native"), *any_backend = of("auto");
   } names_;
   Known<Activation, activation_of> activations_;
   Known<Router, router_of> routers_;

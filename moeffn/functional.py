@@ -25,6 +25,7 @@ from .types import ExpertWeights, Plan, Routing
 
 __all__ = ["dense_ffn", "expert_ffn", "last_backend", "moe_ffn"]
 
+
 def last_backend() -> str:
     """Name of the backend that ran the latest forward or backward in this process; "none" before the first."""
     return LATEST["backend"]

@@ -59,8 +59,7 @@ class Router(nn.Module):
         """x (T, D), token_mask (T,) bool, expert_ids (T, K) for hash routing -> Routing.
 
         With backend "native", few tokens and no gradient, logits and choice are one C++ call."""
-        if (self.backend == "native" and token_mask is None and expert_ids is None
-                and not is_dynamo_compiling()):
+        if self.backend == "native" and token_mask is None and expert_ids is None and not is_dynamo_compiling():
             found = plain_route(x, self.weight, self.bias, self.selection_bias, self.config)
             if found is not None:
                 return routing_as_is(*found, self.config.apply_to)

@@ -51,7 +51,7 @@ def _bind() -> None:
         "Tensor": Tensor, "Parameter": torch.nn.Parameter, "Routing": Routing,
         "exchange": Tensor.__dlpack_c_exchange_api__,  # type: ignore[attr-defined]
         "empty_like": torch.empty_like, "is_grad_enabled": torch.is_grad_enabled, "is_neg": Tensor.is_neg,
-        "is_autocast_enabled": torch._C._is_any_autocast_enabled, "is_tracing": torch._C._is_tracing,
+        "is_autocast_enabled": torch.is_autocast_enabled, "is_tracing": torch._C._is_tracing,
         "dispatch_modes": torch._C._len_torch_dispatch_stack, "forward_ad": forward_ad, "activation": _activation,
         "interleaved": Layout.INTERLEAVED, "router": _router, "route_outputs": _route_outputs,
         "latest": LATEST,

@@ -64,12 +64,13 @@ def _activation(module: Any) -> Activation:
     """The activation, read anew when it was exchanged; ValueError naming it when the new one cannot be computed."""
     state = module._moeffn
     if gates.exchanged(module, state.reading.held):
-        state.reading = _read_again(module)
+        state.reading = _read_again(id(module))
     return state.reading.activation
 
 
 @torch.compiler.assume_constant_result
-def _read_again(module: Any) -> Any:
+def _read_again(module_id: int) -> Any:
+    module = gates.module_of(module_id)
     return ADAPTERS[module._moeffn.adapter].read(module)
 
 

@@ -8,7 +8,6 @@ and ids from num_experts on ("sentinels" of expert parallelism) contribute nothi
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +77,8 @@ def read_spec(experts: Any) -> ExpertsSpec:
 
 
 @torch.compiler.assume_constant_result
-def _read_spec_at(address: int) -> ExpertsSpec:
-    """`read_spec` for code that dynamo traces: to torch 2.11 a module is no constant, its id is."""
-    return read_spec(ctypes.cast(address, ctypes.py_object).value)
+def _read_spec_at(module_id: int) -> ExpertsSpec:
+    return read_spec(gates.module_of(module_id))
 
 
 def spec_of(experts: Any) -> ExpertsSpec:

@@ -6,6 +6,7 @@ in float64, well beyond every limit. What agrees with no candidate is not recogn
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
@@ -27,6 +28,11 @@ def attribute(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
+
+
+def module_of(module_id: int) -> Any:
+    """The living module with this id: while torch 2.11's dynamo traces, an id is a constant and a module is none."""
+    return ctypes.cast(module_id, ctypes.py_object).value
 
 
 Held = tuple[tuple[str, Any], ...]
