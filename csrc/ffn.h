@@ -42,10 +42,12 @@ static void dot_streams(const Cut& cut, const float* tile, int64_t elems, const 
 template <class L, class WT>
 static void dots(const Cut& cut, const float* tile, int64_t elems, const Strip* strips, int64_t total, int64_t n, float* sums,
                  int64_t pitch) {
-  if (cut.dots > most_rows(kMoreStreams))
-    dot_streams<L, WT, kStreams>(cut, tile, elems, strips, total, n, sums, pitch);
-  else
+  if (cut.dots <= most_rows(kMoreStreams))
     dot_streams<L, WT, kMoreStreams>(cut, tile, elems, strips, total, n, sums, pitch);
+  else if (cut.dots <= most_rows(kSomeStreams))
+    dot_streams<L, WT, kSomeStreams>(cut, tile, elems, strips, total, n, sums, pitch);
+  else
+    dot_streams<L, WT, kStreams>(cut, tile, elems, strips, total, n, sums, pitch);
 }
 
 // The products of a tile with `count` strips of n weight rows each: sums.

@@ -22,9 +22,10 @@ constexpr int64_t kDotLimit = 8;  // up to so many rows the dot form alone, whic
 constexpr int kDotRows = 6;    // tokens at once in the dot form, beside kStreams weight rows
 constexpr int kStreams = 4;    // weight rows read at once by the dot form
 constexpr int kMoreStreams = MOEFFN_WIDTH == 16 ? 8 : kStreams;  // the same for up to three tokens
+constexpr int kSomeStreams = MOEFFN_WIDTH == 16 ? 6 : kStreams;  // for four: 4 % faster than four streams
 
 // Tokens whose sums with so many weight rows fit the registers.
-constexpr int most_rows(int streams) { return streams > kStreams ? 3 : kDotRows; }
+constexpr int most_rows(int streams) { return kDotRows * kStreams / streams; }
 constexpr int kChunk = 96;     // weight rows multiplied before their sums are used: whole groups, also when half are gates
 // Of a panel, in use at a time: streams from L2, beside as many weights. Pieces that fit L1 spend 7 % on their sums, and
 // walk the weights in runs too short to be prefetched.
@@ -174,7 +175,17 @@ static void dot_kernel(const float* tile, int64_t stride, const WT* const* rows,
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-    for (int s = 0; s < S; s += 4) sum4(&acc[m][s], out + m * S + s);
+    for (int s = 0; s < S; s += 4) {
+      if (s + 4 <= S) {
+        sum4(&acc[m][s], out + m * S + s);
+      } else {  // in the same order
+        vf rest[4] = {};
+        float sums[4];
+        for (int i = s; i < S; ++i) rest[i - s] = acc[m][i];
+        sum4(rest, sums);
+        for (int i = s; i < S; ++i) out[m * S + i] = sums[i - s];
+      }
+    }
 }
 
 template <class L, class WT, int S, int M = kDotRows>
